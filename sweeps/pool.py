@@ -1,0 +1,202 @@
+"""Local execution: one worker process per core, one torch thread each, fed from one list of points."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from experiments.config import LaunchConfig, encode
+from experiments.store import StoreError
+from sweeps.grid import Point
+
+ENVIRONMENT = {
+    # One thread each: two threads on two busy cores spin and are 10 to 30 times slower.
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # glibc gives large blocks back to the kernel at every free; a training step then spends its
+    # time in page faults. Read at process start, hence set here.
+    "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
+    "MALLOC_TOP_PAD_": str(256 << 20),
+}
+MAX_DEATHS = 2
+"""How often one run may take its worker with it (out of memory, kill) before it counts as failed."""
+BUSY_PAUSE_S = 1.0
+STOP_PATIENCE_S = 120.0
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happened to a run: started, step, finished, diverged, failed, busy, stopped, lost."""
+
+    kind: str
+    run: str
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+class _Worker:
+    """One child process and the thread that reads its events."""
+
+    def __init__(self, number: int, log: Path, inbox: queue.SimpleQueue[tuple[_Worker, dict | None]]) -> None:
+        self.number = number
+        self.point: Point | None = None
+        self.ready = False
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("a") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "experiments.worker"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True,
+                env={**os.environ, **ENVIRONMENT}, start_new_session=True,
+            )  # fmt: skip
+        assert self.process.stdout is not None
+        threading.Thread(target=self._read, args=(self.process.stdout, inbox), daemon=True).start()
+
+    def _read(self, stream: IO[str], inbox: queue.SimpleQueue[tuple[_Worker, dict | None]]) -> None:
+        for line in stream:
+            inbox.put((self, json.loads(line)))
+        inbox.put((self, None))  # the process is gone
+
+    def send(self, point: Point, launch: LaunchConfig) -> None:
+        self.point = point
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps({"config": encode(point.config), "launch": asdict(launch)}) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # its death is on its way through the inbox, which requeues the point
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.close()
+        except BrokenPipeError:
+            pass
+
+
+def num_workers(launch: LaunchConfig, num_points: int) -> int:
+    """One per core this process may use, or ``launch.workers``; never more than there are points."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    return max(1, min(launch.workers or cores, num_points))
+
+
+def run_all(points: Iterable[Point], launch: LaunchConfig, on_event: Callable[[Event], None]) -> None:
+    """Bring every point to an end, reporting each event as it comes.
+
+    A failed run never stops the others. A run that another process is writing is asked for again
+    until that process has finished it. KeyboardInterrupt stops the workers after their current step,
+    each with a checkpoint, and is then raised again.
+    """
+    _Pool(points, launch, on_event).run()
+
+
+class _Pool:
+    def __init__(self, points: Iterable[Point], launch: LaunchConfig, on_event: Callable[[Event], None]) -> None:
+        self.waiting = deque(points)
+        self.launch, self.on_event = launch, on_event
+        self.inbox: queue.SimpleQueue[tuple[_Worker, dict | None]] = queue.SimpleQueue()
+        self.deaths: dict[str, int] = {}
+        self.not_before: dict[str, float] = {}  # busy runs, by the clock
+        self.workers: list[_Worker] = []
+
+    def run(self) -> None:
+        self.workers = [self._start(k) for k in range(num_workers(self.launch, len(self.waiting)))]
+        try:
+            while self.waiting or any(w.point for w in self.workers):
+                self._assign()
+                try:
+                    worker, message = self.inbox.get(timeout=0.2)
+                except queue.Empty:
+                    continue
+                self._handle(worker, message)
+        except KeyboardInterrupt:
+            self._stop()
+            raise
+        finally:
+            for worker in self.workers:
+                worker.close()
+            for worker in self.workers:
+                try:
+                    worker.process.wait(timeout=10)
+                except subprocess.TimeoutExpired:
+                    worker.process.kill()
+
+    def _start(self, number: int) -> _Worker:
+        return _Worker(number, Path(self.launch.root) / "logs" / f"worker-{number}.log", self.inbox)
+
+    def _assign(self) -> None:
+        """Give each idle worker the next point that may start now."""
+        for worker in self.workers:
+            if worker.point is not None:
+                continue
+            for _ in range(len(self.waiting)):
+                point = self.waiting.popleft()
+                if self.not_before.get(point.run_id, 0.0) <= time.monotonic():
+                    worker.send(point, self.launch)
+                    break
+                self.waiting.append(point)
+
+    def _handle(self, worker: _Worker, message: dict | None) -> None:
+        if message is None:
+            self._died(worker)
+            return
+        kind = message.pop("kind")
+        if kind == "ready":
+            worker.ready = True
+            return
+        run = message.pop("run")
+        if kind not in ("started", "step"):
+            assert worker.point is not None
+            if kind == "busy":
+                self.not_before[run] = time.monotonic() + BUSY_PAUSE_S
+                self.waiting.append(worker.point)
+            worker.point = None
+        self.on_event(Event(kind, run, message))
+
+    def _died(self, worker: _Worker) -> None:
+        """Replace a dead worker; its run goes on from its checkpoint, a bounded number of times."""
+        code = worker.process.wait()
+        self.workers.remove(worker)
+        if not worker.ready and code > 0:
+            raise StoreError(f"worker {worker.number}: cannot start (exit code {code}); see {worker.log}")
+        if worker.point is not None:
+            run = worker.point.run_id
+            self.deaths[run] = self.deaths.get(run, 0) + 1
+            cause = f"worker died (signal {-code})" if code < 0 else f"worker ended with code {code}"
+            log = str(Path(self.launch.root) / "logs" / f"{run}.log")
+            if self.deaths[run] <= MAX_DEATHS:
+                self.waiting.appendleft(worker.point)
+                self.on_event(Event("lost", run, {"cause": f"{cause}; trying again", "log": log}))
+            else:
+                self.on_event(Event("failed", run, {"cause": f"{cause} {self.deaths[run]} times", "log": log}))
+        if self.waiting:
+            self.workers.append(self._start(worker.number))
+
+    def _stop(self) -> None:
+        """Ask every worker to checkpoint and end, and wait for it."""
+        for worker in self.workers:
+            if worker.process.poll() is None:
+                worker.process.terminate()
+            worker.close()
+        deadline = time.monotonic() + STOP_PATIENCE_S
+        while any(w.point for w in self.workers) and time.monotonic() < deadline:
+            try:
+                worker, message = self.inbox.get(timeout=0.2)
+            except queue.Empty:
+                continue
+            if message is None:
+                worker.point = None
+            else:
+                self._handle(worker, message)
