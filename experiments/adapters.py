@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -114,8 +115,11 @@ def attach(model: PreTrainedModel, method: MethodConfig, seed: SeedConfig) -> nn
     else:
         check_rank(model, method)
         places = sites(model, method)
-        torch.manual_seed(seed.init)
-        adapted = get_peft_model(model, _lora_config(places, method), autocast_adapter_dtype=True)
+        with warnings.catch_warnings():
+            # PEFT looks for rank_pattern among modules before it looks among parameters; _verify checks the ranks.
+            warnings.filterwarnings("ignore", message="The following rank_pattern keys")
+            torch.manual_seed(seed.init)
+            adapted = get_peft_model(model, _lora_config(places, method), autocast_adapter_dtype=True)
     _verify(adapted, method, expected)
     return adapted
 

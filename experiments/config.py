@@ -346,6 +346,9 @@ def parse(overrides: Sequence[str]) -> tuple[RunConfig, LaunchConfig]:
         for override in parsed:
             if not _is_group(override):
                 _set(config, override)
+        missing = sorted(OmegaConf.missing_keys(config))
+        if missing:
+            raise ConfigError(f"{missing[0]}: no value given; set it, e.g. {missing[0]}=1e-3")
         sections = OmegaConf.to_object(config)
     except ConfigError:
         raise
@@ -383,6 +386,14 @@ def decode(value: Mapping[str, Any]) -> RunConfig:
     except (KeyError, OmegaConfBaseException) as error:
         raise ConfigError(f"config: {_first_line(error)}") from None
     return RunConfig(**sections)
+
+
+def compose_fully(overrides: Sequence[str]) -> tuple[RunConfig, LaunchConfig]:
+    """What ``parse`` must equal: every override handed to Hydra itself (25 times slower; for tests)."""
+    sections = OmegaConf.to_object(_composed.__wrapped__(tuple(overrides)))
+    assert isinstance(sections, dict)
+    launch = sections.pop("launch")
+    return RunConfig(**sections), launch
 
 
 def _is_group(override: Override) -> bool:

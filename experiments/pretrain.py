@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import hashlib
 import json
 import math
@@ -108,10 +107,13 @@ def cached_pool(tokenizer: PreTrainedTokenizerFast, recipe: Recipe, work_dir: Pa
             [[task, TASKS[task].dataset, TASKS[task].config] for task in recipe.tasks]]
     path = work_dir / f"pool-{hashlib.sha256(json.dumps(spec).encode()).hexdigest()[:10]}.npz"
     if not path.exists():
-        drawn = [e for task in recipe.tasks for e in generate(task, recipe.examples_per_task, TRAIN_SEED)]
+        parts = [tokenize(tokenizer, generate(task, recipe.examples_per_task, TRAIN_SEED)) for task in recipe.tasks]
+        num_tokens = np.concatenate([part.num_tokens for part in parts])
+        pool = Pool(np.concatenate([part.ids for part in parts]), np.concatenate([[0], np.cumsum(num_tokens)]),
+                    np.concatenate([part.num_prompt for part in parts]))
         partial = path.with_suffix(f".{os.getpid()}.npz")
-        np.savez(partial, **vars(tokenize(tokenizer, drawn)))
-        os.replace(partial, path)
+        np.savez(partial, **vars(pool))
+        partial.replace(path)
     with np.load(path) as stored:
         return Pool(**{name: stored[name] for name in stored.files})
 
@@ -159,6 +161,17 @@ def collate(pool: Pool, chosen: np.ndarray, prompt_weight: float) -> tuple[Tenso
 # ---------------------------------------------------------------- training
 
 
+@dataclass
+class Progress:
+    """How far a run has come. ``num_tokens`` leaves padding out; the loss is a running mean over about
+    100 batches, of the completion tokens only."""
+
+    step: int = 0
+    num_tokens: int = 0
+    wall_time_s: float = 0.0
+    train_nll_nats: float = math.nan
+
+
 def learning_rate(step: int, recipe: Recipe) -> float:
     """Linear warm-up to ``peak_lr``, then a cosine down to ``final_lr_frac`` of it. ``step`` counts from 0."""
     if step < recipe.warmup_steps:
@@ -180,10 +193,10 @@ def token_nll(model: PreTrainedModel, ids_BT: Tensor, router: bool = False) -> t
 
 
 def train(model: PreTrainedModel, pool: Pool, recipe: Recipe, checkpoint: Path, *,
-          stop_at: int | None = None, checkpoint_every_s: float = 120.0) -> dict[str, float] | None:
+          stop_at: int | None = None, checkpoint_every_s: float = 120.0) -> Progress | None:
     """Trains ``model`` in place, from ``checkpoint`` if there is one.
 
-    Returns what the card needs to know of the run, or None if it was stopped (by SIGINT, SIGTERM or
+    Returns the finished progress, or None if it was stopped (by SIGINT, SIGTERM or
     ``stop_at``) with its state saved.
     Raises ValueError if the checkpoint belongs to another recipe.
     """
@@ -193,33 +206,34 @@ def train(model: PreTrainedModel, pool: Pool, recipe: Recipe, checkpoint: Path, 
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
         lr=recipe.peak_lr, betas=(recipe.beta1, recipe.beta2), eps=recipe.eps, fused=True)
-    state = {"step": 0, "num_tokens": 0, "wall_time_s": 0.0, "train_nll_nats": math.nan}
+    state = Progress()
     if checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=False)
         changed = [k for k, v in asdict(recipe).items() if saved["recipe"].get(k) != v]
         if changed:
-            raise ValueError(f"{checkpoint}: made by a recipe with other {', '.join(changed)}; delete it to start afresh")
+            raise ValueError(f"{checkpoint}: made by a recipe with other {', '.join(changed)}; delete it to begin anew")
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-        state = saved["state"]
+        state = Progress(**saved["state"])
 
     def save() -> None:
         partial = checkpoint.with_suffix(".partial")
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "state": state,
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "state": asdict(state),
                     "recipe": asdict(recipe)}, partial)
-        os.replace(partial, checkpoint)
+        partial.replace(checkpoint)
 
     stopping: list[int] = []
-    handlers = {sig: signal.signal(sig, lambda number, _: stopping.append(number)) for sig in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.signal(number, lambda caught, _: stopping.append(caught))
+                for number in (signal.SIGINT, signal.SIGTERM)}
     model.train()
     began = logged = saved_at = time.monotonic()
-    first_step, first_tokens, wall_before = state["step"], state["num_tokens"], state["wall_time_s"]
+    first_step, first_tokens, wall_before = state.step, state.num_tokens, state.wall_time_s
     try:
         for ids_BT, weight_BT in batches(pool, recipe, first_step):
-            if state["step"] >= recipe.steps or stopping or state["step"] == stop_at:
+            if state.step >= recipe.steps or stopping or state.step == stop_at:
                 break
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(int(state["step"]), recipe)
+                group["lr"] = learning_rate(state.step, recipe)
             nll_BT, aux = token_nll(model, ids_BT, router)
             weight_BT = weight_BT[:, 1:]
             loss = (nll_BT * weight_BT).sum() / weight_BT.sum()
@@ -229,16 +243,16 @@ def train(model: PreTrainedModel, pool: Pool, recipe: Recipe, checkpoint: Path, 
             optimizer.zero_grad()
             answer_BT = weight_BT == 1
             now = time.monotonic()
-            state["step"] += 1
-            state["num_tokens"] += int((weight_BT > 0).sum())
-            state["wall_time_s"] = wall_before + now - began
+            state.step += 1
+            state.num_tokens += int((weight_BT > 0).sum())
+            state.wall_time_s = wall_before + now - began
             nll = float((nll_BT.detach() * answer_BT).sum() / answer_BT.sum())
-            mean = state["train_nll_nats"]
-            state["train_nll_nats"] = nll if math.isnan(mean) else 0.99 * mean + 0.01 * nll
+            mean = state.train_nll_nats
+            state.train_nll_nats = nll if math.isnan(mean) else 0.99 * mean + 0.01 * nll
             if now - logged > 10:
-                rate = (state["num_tokens"] - first_tokens) / (now - began)
-                left = (recipe.steps - state["step"]) * (now - began) / (state["step"] - first_step)
-                print(f"step {state['step']}/{recipe.steps}  completion nll {state['train_nll_nats']:.4f}  "
+                rate = (state.num_tokens - first_tokens) / (now - began)
+                left = (recipe.steps - state.step) * (now - began) / (state.step - first_step)
+                print(f"step {state.step}/{recipe.steps}  completion nll {state.train_nll_nats:.4f}  "
                       f"{rate:.0f} tokens/s  {left / 60:.1f} min left", flush=True)
                 logged = now
             if now - saved_at > checkpoint_every_s:
@@ -246,9 +260,9 @@ def train(model: PreTrainedModel, pool: Pool, recipe: Recipe, checkpoint: Path, 
                 saved_at = now
         save()
     finally:
-        for sig, handler in handlers.items():
-            signal.signal(sig, handler)
-    return state if state["step"] >= recipe.steps else None
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return state if state.step >= recipe.steps else None
 
 
 # ---------------------------------------------------------------- evaluation
@@ -299,7 +313,7 @@ def sha256_file(path: Path) -> str:
 
 
 def ship(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, recipe: Recipe,
-         state: dict[str, float], out_dir: Path) -> dict[str, Any]:
+         state: Progress, out_dir: Path) -> dict[str, Any]:
     """Writes one base with its card, which is written last. Returns the card."""
     directory = out_dir / name
     directory.mkdir(parents=True, exist_ok=True)
@@ -312,7 +326,7 @@ def ship(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, 
         "num_parameters": sum(p.numel() for p in rounded.parameters()),
         "recipe": asdict(recipe),
         "tokenizer_text": f"{TOKENIZER_EXAMPLES_PER_TASK} examples of every task, fine-tuning tasks included",
-        "run": {key: round(value, 4) for key, value in state.items()},
+        "run": {key: round(value, 4) for key, value in asdict(state).items()},
         "num_test_per_task": 256,
         "base_tasks": evaluate(rounded, tokenizer, recipe.tasks),
         "finetune_tasks": evaluate(rounded, tokenizer, FINETUNE_TASKS),
@@ -322,7 +336,7 @@ def ship(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, 
     }
     partial = directory / "card.json.partial"
     partial.write_text(json.dumps(card, indent=2) + "\n")
-    os.replace(partial, directory / "card.json")
+    partial.replace(directory / "card.json")
     return card
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -79,21 +80,21 @@ def build_model(sizes: Shape, tokenizer: PreTrainedTokenizerFast, seed: int) -> 
     The initial standard deviation is 0.4 / sqrt(width): transformers' fixed 0.02 is that of a model of
     width 400, and starts these ones needlessly close to zero. (0.4 is a guess, not a tuned value.)
     """
-    common = dict(
-        vocab_size=len(tokenizer),
-        hidden_size=sizes.width,
-        intermediate_size=sizes.ffn,
-        num_hidden_layers=sizes.num_layers,
-        num_attention_heads=sizes.num_heads,
-        num_key_value_heads=sizes.num_heads,
-        head_dim=sizes.head_dim,
-        max_position_embeddings=MAX_POSITIONS,
-        initializer_range=round(0.4 / sizes.width**0.5, 4),
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    common: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": sizes.width,
+        "intermediate_size": sizes.ffn,
+        "num_hidden_layers": sizes.num_layers,
+        "num_attention_heads": sizes.num_heads,
+        "num_key_value_heads": sizes.num_heads,
+        "head_dim": sizes.head_dim,
+        "max_position_embeddings": MAX_POSITIONS,
+        "initializer_range": round(0.4 / sizes.width**0.5, 4),
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     torch.manual_seed(seed)
     if sizes.num_experts == 0:
         model: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**common))

@@ -66,15 +66,24 @@ def _read(config: DataConfig) -> list[Pair]:
     """All examples, held-out split first. Procedural data is drawn; files are shuffled by data.seed."""
     wanted = config.num_train + config.num_test
     if config.source is DataSource.reasoning_gym:
-        examples = generate_mixture(config.tasks, wanted, config.seed)
-        unique = dict.fromkeys((e.prompt, e.completion) for e in examples)  # no test prompt is trained on
-        if len(unique) < wanted:
-            more = generate_mixture(config.tasks, wanted, config.seed + 1)
-            unique |= dict.fromkeys((e.prompt, e.completion) for e in more)
-        return list(unique)[:wanted]
+        return _procedural(config, wanted)
     pairs = list(_jsonl(Path(config.path)) if config.source is DataSource.jsonl else _hub(config))
     order = np.random.default_rng(config.seed).permutation(len(pairs))
     return [pairs[i] for i in order]
+
+
+def _procedural(config: DataConfig, wanted: int) -> list[Pair]:
+    """Distinct examples, so that no held-out prompt is trained on; small tasks may run out of them."""
+    unique: dict[tuple[str, str], None] = {}
+    for attempt in range(4):  # a seed's draw repeats some examples: top it up from the next ones
+        try:
+            examples = generate_mixture(config.tasks, wanted, 1000 * config.seed + attempt)
+        except ValueError as error:
+            raise ConfigError(f"data.tasks: {error}") from None
+        unique |= dict.fromkeys((e.prompt, e.completion) for e in examples)
+        if len(unique) >= wanted:
+            break
+    return list(unique)[:wanted]
 
 
 def _jsonl(path: Path) -> Iterator[Pair]:

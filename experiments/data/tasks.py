@@ -13,7 +13,7 @@ import hashlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import reasoning_gym
@@ -176,7 +176,7 @@ def generate_mixture(tasks: Sequence[str], size: int, seed: int) -> list[Example
     return mixture
 
 
-@lru_cache(maxsize=None)
+@cache
 def _scorer(task: str) -> ProceduralDataset:
     return _dataset(task, 1, 0)
 

@@ -1,0 +1,121 @@
+"""Identity and validation: what makes a run new, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from experiments.config import (
+    ConfigError,
+    EvalConfig,
+    LaunchConfig,
+    RunConfig,
+    canonical,
+    compose_fully,
+    decode,
+    encode,
+    expand,
+    parse,
+    run_id,
+)
+
+BASE = ["method=lora", "optim.lr=1e-3", "model.revision=abc"]
+
+
+def test_run_id_golden() -> None:
+    """Changing a default changes what old results mean: this id moves only when that is intended."""
+    config, _ = parse(["model.name=m", "model.path=p", "model.revision=r", "optim.lr=0.001", "data.name=d"])
+    assert json.dumps(canonical(config), sort_keys=True) == GOLDEN_CANONICAL
+    assert run_id(config) == GOLDEN_ID
+
+
+GOLDEN_CANONICAL = (
+    '{"data": {"name": "d", "tasks": ["number_sorting"]}, "model": {"name": "m", "path": "p", "revision": "r"}, '
+    '"optim": {"lr": 0.001}}'
+)
+GOLDEN_ID = "?"
+
+
+def test_run_id_ignores_execution_and_spelling() -> None:
+    plain, _ = parse(BASE)
+    other, launch = parse(["optim.lr=0.001", "model.revision=abc", "launch.root=x", "launch.workers=1"])
+    assert run_id(plain) == run_id(other)
+    assert launch.root == "x"
+
+
+@pytest.mark.parametrize("change", ["seed.init=1", "optim.lr=2e-3", "method.alpha=16", "model.weight_dtype=bfloat16"])
+def test_run_id_moves_with_the_science(change: str) -> None:
+    assert run_id(parse(BASE)[0]) != run_id(parse([*BASE, change])[0])
+
+
+def test_launch_fields_cannot_reach_the_identity() -> None:
+    science = {f.name for f in dataclasses.fields(RunConfig)}
+    assert "launch" not in science
+    assert not any(isinstance(getattr(parse(BASE)[0], name), LaunchConfig) for name in science)
+
+
+def test_encode_round_trips() -> None:
+    config, _ = parse([*BASE, "method.placement=mlp", "seed.data=5"])
+    assert decode(json.loads(json.dumps(encode(config)))) == config
+
+
+def test_encode_refuses_what_it_does_not_know() -> None:
+    for value in ({1, 2}, object(), float("nan"), None):
+        with pytest.raises(ConfigError, match="canonical form"):
+            encode(value)
+
+
+def test_data_and_sampling_seeds_follow_init_until_set() -> None:
+    config, _ = parse([*BASE, "seed.init=3", "seed.sampling=9"])
+    assert (config.seed.init, config.seed.data, config.seed.sampling) == (3, 3, 9)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["optim.lrr=1"], "did you mean optim.lr?"),
+        (["optim.lr=0"], "optim.lr: 0.0 is not allowed"),
+        (["optim.lr=-1e-3"], "optim.lr: -0.001 is not allowed"),
+        (["optim.lr=fast"], "optim.lr: 'fast' is not allowed"),
+        (["model=gpt5"], "model: 'gpt5' is not allowed; choose one of"),
+        (["method.rank=0"], "method.rank: 0 is not allowed"),
+        (["method=full", "method.rank=3"], "full fine-tuning takes rank=0"),
+        (["optim.lr=1e-3,1e-2"], "several values"),
+        (["optim.lr=[1"], "override:"),
+        (["method.placement=head"], "expected one of [attn, mlp, all]"),
+        (["+optim.nesterov=true"], "is not a field"),
+        (["seed.init=1.5"], "seed.init: 1.5 is not allowed"),
+        (["seed.init=-1"], "seed.init: -1 is not allowed"),
+        (["optim.batch_size=100000"], "must not exceed data.num_train"),
+        (["launch.checkpoint_every_s=0"], "launch.checkpoint_every_s: 0.0 is not allowed"),
+    ],
+)
+def test_bad_override_is_one_clear_line(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse([*BASE, *overrides])
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_learning_rate_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"optim\.lr"):
+        parse([])
+
+
+def test_fast_composition_equals_hydra() -> None:
+    """``parse`` caches group choices and sets values itself; Hydra alone must give the same."""
+    line = ["method=full", "model=mini-w64", "optim.lr=1e-3", "seed.init=4", "data.tasks=[a,b]", "launch.root=q"]
+    assert parse(line) == compose_fully(line)
+
+
+def test_expand_is_the_product_in_order() -> None:
+    lines = expand(["a=1,2", "b=x", "c=3,4"])
+    assert lines == [["a=1", "b=x", "c=3"], ["a=1", "b=x", "c=4"], ["a=2", "b=x", "c=3"], ["a=2", "b=x", "c=4"]]
+
+
+def test_eval_grid_of_a_long_run_contains_the_short_runs() -> None:
+    grid = EvalConfig().grid
+    assert grid(100)[0] == 0 and grid(100)[-1] == 100
+    assert set(grid(100)) <= set(grid(1000)) and set(grid(30)) - {30} <= set(grid(1000))
