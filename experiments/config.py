@@ -181,7 +181,7 @@ class EvalConfig:
     has diverged when a loss is not finite or the held-out NLL exceeds ``diverged_nats`` above step 0.
     """
 
-    per_decade: int = 6
+    per_decade: int = 4
     diverged_nats: float = 2.0
 
     def __post_init__(self) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import importlib.util
 import logging
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -69,18 +71,29 @@ def _convert_smollm2(config: ModelConfig, cache: Path) -> Path:
     return target
 
 
+@contextlib.contextmanager
+def _named(config: ModelConfig) -> Iterator[None]:
+    """Turn transformers' page about a missing model into one line."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"model.path: {config.path!r} cannot be loaded; {str(error).splitlines()[0]}") from None
+
+
+def _revision(config: ModelConfig) -> str:
+    return config.revision if config.source is ModelSource.hub else "main"
+
+
 @lru_cache(maxsize=2)
 def _loaded(config: ModelConfig, cache: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    where = model_directory(config, cache)
-    revision = config.revision if config.source is ModelSource.hub else "main"
-    try:
+    with _named(config):
+        where = model_directory(config, cache)
         # transformers 5 would load the checkpoint's own dtype: always say which one is meant.
-        model = AutoModelForCausalLM.from_pretrained(
-            where, revision=revision, dtype=getattr(torch, config.weight_dtype.value)
-        )
-        tokenizer = AutoTokenizer.from_pretrained(where, revision=revision)
-    except OSError as error:
-        raise ConfigError(f"model.path: {config.path!r} cannot be loaded; {str(error).splitlines()[0]}") from None
+        dtype = getattr(torch, config.weight_dtype.value)
+        model = AutoModelForCausalLM.from_pretrained(where, revision=_revision(config), dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(where, revision=_revision(config))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     model.config.use_cache = False
@@ -97,9 +110,10 @@ def load_model(config: ModelConfig, cache: Path) -> PreTrainedModel:
     return copy.deepcopy(_loaded(config, cache)[0]).train()
 
 
+@lru_cache(maxsize=8)
 def empty_model(config: ModelConfig, cache: Path) -> PreTrainedModel:
-    """The base model's shapes without its weights (meta device): enough to count and to check."""
-    where = model_directory(config, cache)
-    revision = config.revision if config.source is ModelSource.hub else "main"
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(where, revision=revision))
+    """The base model's shapes without its weights (meta device): enough to count and to check. Shared."""
+    with _named(config):
+        shapes = AutoConfig.from_pretrained(model_directory(config, cache), revision=_revision(config))
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(shapes)

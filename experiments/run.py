@@ -22,7 +22,7 @@ RESUMABLE = 130
 
 
 def check(config: RunConfig, launch: LaunchConfig) -> None:
-    """Refuse what cannot run before anything is written. Raises ConfigError."""
+    """Refuse what cannot run before anything is written: batch split, rank, model. Raises ConfigError."""
     from experiments import adapters, models  # torch is imported only by a process that needs it
 
     micro = launch.micro_batch_size or config.optim.batch_size
@@ -40,13 +40,16 @@ def execute(config: RunConfig, launch: LaunchConfig, progress: Any = None) -> di
     Raises store.Busy if another process writes it, ConfigError and StoreError for bad input,
     sft.Interrupted after a requested stop. Any other exception is recorded in failure.json first.
     """
-    from experiments import provenance, sft, tracking
+    from experiments import models, provenance, sft, tracking
+    from experiments.data import dataset
 
     root = store.ensure_root(Path(launch.root))
+    if store.state_of(root / run_id(config)) != "done":
+        check(config, launch)
+        dataset.load(config.data, models.load_tokenizer(config.model, root / "cache"))
     with store.claim(root, run_id(config), encode(config)) as writer:
         if writer.summary is not None:  # finished by someone else while we waited for the lock
             return writer.summary
-        check(config, launch)
         try:
             with tracking.tracker(config, launch) as tracker:
                 writer.mirrors.append(tracker.log)
@@ -65,10 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     multirun = [w for w in words if w in ("-m", "--multirun")]
     overrides = [w for w in words if w not in multirun]
+    if {"-h", "--help"} & set(words):
+        print(__doc__)
+        return 0
     try:
-        if {"-h", "--help"} & set(words):
-            print(__doc__)
-            return 0
         lines = expand(overrides) if multirun else [overrides]
         points = [parse(line) for line in lines]
         for config, launch in points:

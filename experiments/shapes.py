@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -99,15 +101,16 @@ def build_model(sizes: Shape, tokenizer: PreTrainedTokenizerFast, seed: int) -> 
     if sizes.num_experts == 0:
         model: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**common))
     else:
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(
-            **common,
-            moe_intermediate_size=sizes.ffn,
-            num_experts=sizes.num_experts,
-            num_experts_per_tok=sizes.num_active_experts,
-            norm_topk_prob=True,
-        ))
-    model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+        model = Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(
+                **common,
+                moe_intermediate_size=sizes.ffn,
+                num_experts=sizes.num_experts,
+                num_experts_per_tok=sizes.num_active_experts,
+                norm_topk_prob=True,
+            )
+        )
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     return model.float()
 
 
@@ -119,20 +122,29 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> PreTr
     token; PAD is not it, so that masking the padding never masks the end of an answer.
     """
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex("[0-9A-Z]"), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-    ])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex("[0-9A-Z]"), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[AddedToken(token, special=True) for token in (PAD, END, USER, ASSISTANT)],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    ))
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[AddedToken(token, special=True) for token in (PAD, END, USER, ASSISTANT)],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
     wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, clean_up_tokenization_spaces=False,
-        model_max_length=MAX_POSITIONS)
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        clean_up_tokenization_spaces=False,
+        model_max_length=MAX_POSITIONS,
+    )
     wrapped.chat_template = CHAT_TEMPLATE
     return wrapped
 
@@ -140,6 +152,17 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> PreTr
 def prompt_text(prompt: str) -> str:
     """What the chat template makes of one user turn followed by the generation prompt."""
     return f"{USER}{prompt}{END}{ASSISTANT}"
+
+
+def token_nll(model: PreTrainedModel, ids_BT: Tensor, router: bool = False) -> tuple[Tensor, Tensor | None]:
+    """(nll_BT' in nats of tokens 1 .. T-1, the experts' balance loss or None).
+
+    No attention mask: padding is on the right, where a causal model cannot see it from a real token.
+    """
+    extra = {"output_router_logits": True} if router else {}
+    out = model(input_ids=ids_BT[:, :-1], use_cache=False, **extra)
+    nll = F.cross_entropy(out.logits.flatten(0, 1), ids_BT[:, 1:].flatten(), reduction="none")
+    return nll.view(ids_BT.shape[0], -1), out.aux_loss if router else None
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerFast:

@@ -63,58 +63,86 @@ def _sort_prompt(key: str) -> Callable[[Metadata], str]:
 
 _BASE: dict[str, Preset] = {
     "chain_sum": Preset(
-        "chain_sum", lambda m: f"compute {m['expression']}",
-        {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2}),
+        "chain_sum",
+        lambda m: f"compute {m['expression']}",
+        {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2},
+    ),
     "products": Preset(
-        "products", lambda m: f"compute {m['expression']}",
-        {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
+        "products",
+        lambda m: f"compute {m['expression']}",
+        {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+    ),
     "basic_arithmetic": Preset(
-        "basic_arithmetic", lambda m: f"compute {m['expression']}",
-        {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}),
+        "basic_arithmetic",
+        lambda m: f"compute {m['expression']}",
+        {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1},
+    ),
     "gcd": Preset("gcd", lambda m: f"gcd of {_list(m['numbers'])}", {"max_value": 100}),
     "lcm": Preset("lcm", lambda m: f"lcm of {_list(m['numbers'])}", {"max_value": 60}),
     "count_bits": Preset("count_bits", lambda m: f"count 1 bits of {m['number']}", {"max_n": 4095}),
     "base_conversion": Preset(
         "base_conversion",
         lambda m: f"convert {m['source_repr']} from base {m['source_base']} to base {m['target_base']}",
-        {"max_base": 10, "min_value": 1, "max_value": 200}),  # for 0 the reference answer is empty
+        {"max_base": 10, "min_value": 1, "max_value": 200},
+    ),  # for 0 the reference answer is empty
     "simple_equations": Preset(
-        "simple_equations", lambda m: f"solve for {m['variable']}: {m['equation']}",
-        {"min_terms": 2, "max_terms": 2, "max_value": 20}),
+        "simple_equations",
+        lambda m: f"solve for {m['variable']}: {m['equation']}",
+        {"min_terms": 2, "max_terms": 2, "max_value": 20},
+    ),
     "fraction_simplification": Preset(
-        "fraction_simplification", lambda m: f"simplify {m['numerator']}/{m['denominator']}",
-        {"max_value": 20, "max_factor": 10, "styles": ("plain",)}),
+        "fraction_simplification",
+        lambda m: f"simplify {m['numerator']}/{m['denominator']}",
+        {"max_value": 20, "max_factor": 10, "styles": ("plain",)},
+    ),
     "letter_counting": Preset(
-        "letter_counting", lambda m: f"count {m['target_letter']} in: {' '.join(m['span'])}",
-        {"min_words": 1, "max_words": 4}),
+        "letter_counting",
+        lambda m: f"count {m['target_letter']} in: {' '.join(m['span'])}",
+        {"min_words": 1, "max_words": 4},
+    ),
     "spell_backward": Preset(
-        "spell_backward", lambda m: f"spell backward: {m['word']}", {"min_word_len": 3, "max_word_len": 6}),
+        "spell_backward", lambda m: f"spell backward: {m['word']}", {"min_word_len": 3, "max_word_len": 6}
+    ),
     "number_filtering": Preset(
         "number_filtering",
         lambda m: f"{m['operation'].replace('_', ' ')} than {m['filter_value']}: {_list(m['original_numbers'])}",
-        {"min_numbers": 3, "max_numbers": 4, "max_decimals": 0, "min_value": -99, "max_value": 99}),
+        {"min_numbers": 3, "max_numbers": 4, "max_decimals": 0, "min_value": -99, "max_value": 99},
+    ),
 }
 
 _FINETUNE: dict[str, Preset] = {
     "number_sorting": Preset(
-        "number_sorting", _sort_prompt("original_numbers"),
-        {"min_numbers": 3, "max_numbers": 5, "max_decimals": 0, "min_value": -99, "max_value": 99}),
+        "number_sorting",
+        _sort_prompt("original_numbers"),
+        {"min_numbers": 3, "max_numbers": 5, "max_decimals": 0, "min_value": -99, "max_value": 99},
+    ),
     "word_sorting": Preset(
-        "word_sorting", _sort_prompt("transformed_words"),
-        {"min_words": 3, "max_words": 4, "min_word_length": 3, "max_word_length": 7}),
+        "word_sorting",
+        _sort_prompt("transformed_words"),
+        {"min_words": 3, "max_words": 4, "min_word_length": 3, "max_word_length": 7},
+    ),
     "word_sequence_reversal": Preset(
-        "word_sequence_reversal", lambda m: f"reverse: {_list(m['words'])}", {"min_words": 3, "max_words": 6}),
+        "word_sequence_reversal", lambda m: f"reverse: {_list(m['words'])}", {"min_words": 3, "max_words": 6}
+    ),
     "string_insertion": Preset(
-        "string_insertion", lambda m: f"insert into: {m['string']}", {"min_string_length": 8, "max_string_length": 16}),
+        "string_insertion", lambda m: f"insert into: {m['string']}", {"min_string_length": 8, "max_string_length": 16}
+    ),
     "rotate_matrix": Preset(
-        "rotate_matrix", lambda m: f"rotate {90 * m['num_rotations']}:\n{_rows(m['matrix'])}",
-        {"min_n": 2, "max_n": 4, "min_rotations": 1, "max_rotations": 3}),
+        "rotate_matrix",
+        lambda m: f"rotate {90 * m['num_rotations']}:\n{_rows(m['matrix'])}",
+        {"min_n": 2, "max_n": 4, "min_rotations": 1, "max_rotations": 3},
+    ),
     "time_intervals": Preset(
-        "time_intervals", lambda m: f"time from {m['start_time'][11:]} to {m['end_time'][11:]}",
-        {"task_types": ["time_seconds"]}, drop=("start_time", "end_time")),
+        "time_intervals",
+        lambda m: f"time from {m['start_time'][11:]} to {m['end_time'][11:]}",
+        {"task_types": ["time_seconds"]},
+        drop=("start_time", "end_time"),
+    ),
     "decimal_chain_sum": Preset(
-        "decimal_chain_sum", lambda m: f"compute {m['expression']}",
-        {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2, "max_decimal_places": 3}),
+        "decimal_chain_sum",
+        lambda m: f"compute {m['expression']}",
+        {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2, "max_decimal_places": 3},
+    ),
 }
 
 TASKS: dict[str, Preset] = _BASE | _FINETUNE

@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
+from conftest import tiny_llama, tiny_moe
 from torch import nn
 from transformers import PreTrainedModel
 
-from conftest import tiny_llama, tiny_moe
 from experiments import adapters
 from experiments.config import ConfigError, MethodConfig, MethodKind, Placement, SeedConfig
 

@@ -13,11 +13,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from experiments import pretrain, shapes
+from experiments import cards, pretrain, shapes
+from experiments.data import pool as pools
 from experiments.data.tasks import BASE_TASKS, FINETUNE_TASKS, TASKS, generate
 
-ARITHMETIC = {"chain_sum", "products", "basic_arithmetic", "gcd", "lcm", "base_conversion", "simple_equations",
-              "fraction_simplification"}
+ARITHMETIC = {
+    "chain_sum",
+    "products",
+    "basic_arithmetic",
+    "gcd",
+    "lcm",
+    "base_conversion",
+    "simple_equations",
+    "fraction_simplification",
+}
 BASES = list(shapes.SHAPES)
 MIB = 2**20
 
@@ -45,7 +54,7 @@ def card(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", BASES)
 def test_base_digests_match_the_card(name: str) -> None:
     for file, digest in card(name)["sha256"].items():
-        assert pretrain.sha256_file(shapes.BASES_DIR / name / file) == digest, file
+        assert cards.sha256_file(shapes.BASES_DIR / name / file) == digest, file
 
 
 @pytest.mark.parametrize("name", BASES)
@@ -70,15 +79,18 @@ def test_base_reproduces_the_losses_on_its_card(name: str) -> None:
     directory = shapes.BASES_DIR / name
     model, tok = shapes.load_model(directory).eval(), shapes.load_tokenizer(directory)
     for task, rows in (("gcd", "base_tasks"), ("number_sorting", "finetune_tasks")):
-        nll = pretrain.held_out_nll(model, tok, generate(task, 256, pretrain.TEST_SEED))
+        nll = cards.held_out_nll(model, tok, generate(task, 256, cards.TEST_SEED))
         assert nll == pytest.approx(card(name)[rows][task]["nll_nats"], abs=1e-3)
 
 
 @pytest.mark.parametrize("name", BASES)
 def test_base_leaves_rl_something_to_improve(name: str) -> None:
     rows = card(name)["base_tasks"]
-    between = [task for task in ARITHMETIC if 0.2 <= rows[task]["greedy_accuracy"] <= 0.8
-               and 0.2 <= rows[task]["sampled_accuracy"] <= 0.8]
+    between = [
+        task
+        for task in ARITHMETIC
+        if 0.2 <= rows[task]["greedy_accuracy"] <= 0.8 and 0.2 <= rows[task]["sampled_accuracy"] <= 0.8
+    ]
     assert len(between) >= 2, rows
 
 
@@ -88,7 +100,7 @@ def test_bases_are_small_and_share_one_tokenizer() -> None:
 
 
 def test_readme_is_the_table_of_the_cards() -> None:
-    assert (shapes.BASES_DIR / "README.md").read_text() == pretrain.table(shapes.BASES_DIR)
+    assert (shapes.BASES_DIR / "README.md").read_text() == cards.table(shapes.BASES_DIR)
 
 
 # ---------------------------------------------------------------- tokenizer
@@ -150,7 +162,9 @@ def test_resumed_pretraining_equals_uninterrupted_bit_for_bit(tokenizer, kind: s
     whole, stopped, resumed = (shapes.build_model(TOY_SHAPES[kind], tokenizer, seed) for seed in (0, 0, 1))
     assert pretrain.train(whole, pool, TOY, tmp_path / "whole.pt") is not None
     stop_at = 5
-    assert len(pretrain.epoch_batches(pool.num_tokens, TOY, epoch=0)) < stop_at  # the second epoch has begun
+    assert (
+        len(pools.epoch_batches(pool.num_tokens, TOY.batch_tokens, seed=0, epoch=0)) < stop_at
+    )  # the second epoch has begun
     assert pretrain.train(stopped, pool, TOY, tmp_path / "parts.pt", stop_at=stop_at) is None
     end = pretrain.train(resumed, pool, TOY, tmp_path / "parts.pt")
     assert end is not None and end.step == TOY.steps
@@ -169,20 +183,20 @@ def test_checkpoint_of_another_recipe_is_refused(tokenizer, tmp_path: Path) -> N
 
 def test_every_example_is_in_one_batch_within_the_budget() -> None:
     num_tokens = np.random.default_rng(0).integers(5, 60, size=1000)
-    planned = pretrain.epoch_batches(num_tokens, TOY, epoch=0)
+    planned = pools.epoch_batches(num_tokens, 256, seed=0, epoch=0)
     assert sorted(np.concatenate(planned)) == list(range(1000))
-    assert max(len(b) * num_tokens[b].max() for b in planned) <= TOY.batch_tokens
-    assert [list(b) for b in planned] != [list(b) for b in pretrain.epoch_batches(num_tokens, TOY, epoch=1)]
+    assert max(len(b) * num_tokens[b].max() for b in planned) <= 256
+    assert [list(b) for b in planned] != [list(b) for b in pools.epoch_batches(num_tokens, 256, seed=0, epoch=1)]
 
 
 def test_padding_changes_no_loss(tokenizer) -> None:
     model = shapes.build_model(TOY_SHAPES["dense"], tokenizer, 0).eval()
     examples = [generate("gcd", 1, 0)[0], generate("number_filtering", 1, 0)[0]]
-    pool = pretrain.tokenize(tokenizer, examples)
-    ids_BT, weight_BT = pretrain.collate(pool, np.array([0, 1]), prompt_weight=0.25)
+    pool = pools.tokenize(tokenizer, examples)
+    ids_BT, weight_BT = pools.collate(pool, np.array([0, 1]), prompt_weight=0.25)
     short = int(pool.num_tokens[0])
-    alone, _ = pretrain.token_nll(model, ids_BT[:1, :short])
-    padded, _ = pretrain.token_nll(model, ids_BT)
+    alone, _ = shapes.token_nll(model, ids_BT[:1, :short])
+    padded, _ = shapes.token_nll(model, ids_BT)
     assert torch.allclose(alone[0], padded[0, : short - 1], atol=1e-5)
     num_prompt = int(pool.num_prompt[0])
     assert weight_BT[0, :short].tolist() == [0.25] * num_prompt + [1.0] * (short - num_prompt)

@@ -71,14 +71,20 @@ def test_mixture_has_equal_shares_shuffled_by_seed() -> None:
     assert [e.task for e in mixture] != sorted(e.task for e in mixture)
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    (lambda: generate("chain_sums", 1, 0), r"'chain_sums' is unknown \(did you mean 'chain_sum'\?\); allowed: .*gcd"),
-    (lambda: generate("gcd", 0, 0), "size: 0 is not allowed"),
-    (lambda: generate_mixture([], 4, 0), "name at least one task"),
-    (lambda: generate_mixture(["gcd", "gcd"], 4, 0), "each once"),
-    (lambda: generate_mixture(["gcd", "lcm"], 1, 0), "at least the number of tasks"),
-    (lambda: score(Example("nope", "", "", {}), ""), "'nope' is unknown; allowed"),
-])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: generate("chain_sums", 1, 0),
+            r"'chain_sums' is unknown \(did you mean 'chain_sum'\?\); allowed: .*gcd",
+        ),
+        (lambda: generate("gcd", 0, 0), "size: 0 is not allowed"),
+        (lambda: generate_mixture([], 4, 0), "name at least one task"),
+        (lambda: generate_mixture(["gcd", "gcd"], 4, 0), "each once"),
+        (lambda: generate_mixture(["gcd", "lcm"], 1, 0), "at least the number of tasks"),
+        (lambda: score(Example("nope", "", "", {}), ""), "'nope' is unknown; allowed"),
+    ],
+)
 def test_bad_input_is_named(call, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()

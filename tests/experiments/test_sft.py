@@ -1,0 +1,179 @@
+"""Supervised runs: the protocol's invariants, on real training of a tiny model."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import sft, store
+from experiments.config import parse, run_id
+from experiments.run import execute, main
+
+LORA, FULL = ["method=lora", "method.rank=4"], ["method=full"]
+
+
+def rows_of(overrides: list[str], progress: sft.Progress | None = None) -> list[dict[str, Any]]:
+    config, launch = parse(overrides)
+    execute(config, launch, progress)
+    return store.read_metrics(Path(launch.root) / run_id(config))[0]
+
+
+def losses(rows: list[dict[str, Any]]) -> list[float]:
+    return [row[key] for row in rows for key in ("train/nll_nats", "test/nll_nats") if key in row]
+
+
+@pytest.mark.parametrize("method", [LORA, FULL])
+def test_micro_batches_change_no_loss(tiny_overrides: list[str], tmp_path: Path, method: list[str]) -> None:
+    """Sequences of unequal length: averaging over micro-batches instead of tokens would show."""
+    whole = losses(rows_of([*tiny_overrides, *method]))
+    split = losses(rows_of([*tiny_overrides, *method, "launch.micro_batch_size=4", f"launch.root={tmp_path / 'b'}"]))
+    assert len(whole) > 8 and whole[0] != whole[-1]
+    assert split == pytest.approx(whole, rel=1e-6)
+
+
+def stop_at(step: int) -> sft.Progress:
+    seen: list[int] = []
+    return sft.Progress(on_step=lambda s, _n, _v: seen.append(s), should_stop=lambda: bool(seen) and seen[-1] >= step)
+
+
+@pytest.mark.parametrize("method", [LORA, FULL, ["method=lora", "method.unembed=true"]])
+def test_resumed_run_equals_uninterrupted_bit_for_bit(
+    tiny_overrides: list[str], tmp_path: Path, method: list[str]
+) -> None:
+    straight = [*tiny_overrides, *method]
+    broken = [*straight, f"launch.root={tmp_path / 'b'}"]
+    rows_of(straight)
+    with pytest.raises(sft.Interrupted, match="step 3"):
+        rows_of(broken, stop_at(3))
+    steps: list[int] = []
+    rows_of(broken, sft.Progress(on_step=lambda step, _n, _v: steps.append(step)))
+    assert steps == [4, 5, 6, 7, 8]  # it went on, it did not begin again
+    name = run_id(parse(straight)[0])
+    first, second = (root / name / "metrics.jsonl" for root in (tmp_path / "runs", tmp_path / "b"))
+    assert first.read_bytes() == second.read_bytes()
+    summaries = [store.read_json(file.parent / "summary.json") for file in (first, second)]
+    assert summaries[0]["metrics"] == summaries[1]["metrics"]
+    assert summaries[1]["notes"] == ["resumed from step 3"]
+
+
+def test_arms_of_one_seed_see_the_same_batches(tiny_overrides: list[str]) -> None:
+    """The first batch's loss is the base's for every arm: equal batches give equal losses."""
+    first = [
+        rows_of([*tiny_overrides, *method, seed])[1]["train/nll_nats"]
+        for method in (LORA, FULL, ["method.rank=1"])
+        for seed in ("seed.data=0", "seed.data=1")
+    ]
+    assert first[0] == pytest.approx(first[2], rel=1e-6) and first[0] == pytest.approx(first[4], rel=1e-6)
+    assert first[0] != pytest.approx(first[1], rel=1e-4)
+
+
+def test_same_seed_same_run_other_seed_other_run(tiny_overrides: list[str], tmp_path: Path) -> None:
+    again = [*tiny_overrides, f"launch.root={tmp_path / 'b'}"]
+    assert rows_of(tiny_overrides) == rows_of(again)
+    assert rows_of([*tiny_overrides, "seed.init=1", "seed.data=0"])[-1] != rows_of(tiny_overrides)[-1]
+
+
+def test_diverged_run_is_a_result(tiny_overrides: list[str]) -> None:
+    config, launch = parse([*tiny_overrides, "optim.lr=1e4", "optim.steps=20"])
+    summary = execute(config, launch)
+    assert summary["outcome"] == "diverged" and summary["step"] < 20
+    assert execute(config, launch) == summary  # done: returned, not run again
+    text = (Path(launch.root) / run_id(config) / "metrics.jsonl").read_text()
+    assert "NaN" not in text and "Infinity" not in text
+
+
+def test_moe_with_lora_trains(tiny_overrides: list[str], tmp_path: Path) -> None:
+    from conftest import tiny_moe, tiny_tokenizer
+
+    tiny_moe().save_pretrained(tmp_path / "moe")
+    tiny_tokenizer().save_pretrained(tmp_path / "moe")
+    rows = rows_of([*tiny_overrides, f"model.path={tmp_path / 'moe'}", "optim.lr=1e-2"])
+    assert rows[-1]["test/nll_nats"] < rows[0]["test/nll_nats"]
+
+
+def test_run_directory_explains_itself(tiny_overrides: list[str]) -> None:
+    config, launch = parse(tiny_overrides)
+    execute(config, launch)
+    run = Path(launch.root) / run_id(config)
+    provenance = store.read_json(run / "provenance.json")
+    assert {"commit", "diff", "versions", "argv", "cpu", "host"} <= set(provenance)
+    assert provenance["versions"]["trl"] == "1.16.0"
+    summary = store.read_json(run / "summary.json")
+    assert len(summary["init_hash"]) == 16 and summary["num_trainable"] > 0
+    assert not (run / "failure.json").exists() and not (run / "checkpoints").exists()
+
+
+def test_failure_is_recorded_and_resumable(tiny_overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    config, launch = parse(tiny_overrides)
+    run = Path(launch.root) / run_id(config)
+
+    def broken(*_: Any) -> float:
+        raise RuntimeError("the grader fell over")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr(sft, "held_out_nll", broken)
+        execute(config, launch)
+    assert store.read_run(run).state == "failed"
+    assert "the grader fell over" in store.read_json(run / "failure.json")["cause"]
+    execute(config, launch)
+    assert store.read_run(run).state == "done"
+
+
+BAD: list[tuple[Callable[[Path], list[str]], str]] = [
+    (lambda _: ["optim.lrr=1"], "did you mean optim.lr?"),
+    (lambda _: ["method.rank=999"], "method.rank: 999 is not allowed"),
+    (lambda _: ["launch.micro_batch_size=5"], "must divide optim.batch_size"),
+    (lambda _: ["model.path=/nowhere"], "model.path: '/nowhere' cannot be loaded"),
+    (lambda _: ["model=mini-w64", "model.path=mini-w65"], "model.path: 'mini-w65' is not a bundled base"),
+    (lambda _: ["model=mini-w64", "model.revision=0"], "model.revision: '0' is pinned but"),
+    (lambda _: ["data.path=/nowhere"], "data.path: '/nowhere' cannot be read"),
+    (lambda _: ["data.num_train=500"], "data.num_train: 500"),
+    (lambda _: ["data.source=reasoning_gym", "data.tasks=[gdc]"], "did you mean 'gcd'"),
+    (lambda p: [f"launch.root={p / 'file'}"], "a file stands where a directory is needed"),
+    (lambda p: [f"data.path={p / 'bad.jsonl'}"], "bad.jsonl line 2: no 'completion' field"),
+    (lambda p: [f"data.path={p / 'torn.jsonl'}"], "torn.jsonl line 1:"),
+]
+
+
+@pytest.mark.parametrize(("extra", "said"), BAD)
+def test_bad_input_is_one_line_and_exit_code_2(
+    tiny_overrides: list[str], tmp_path: Path, extra, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n')
+    (tmp_path / "torn.jsonl").write_text('{"prompt": "a", "compl')
+    kept = [o for o in tiny_overrides if not (extra(tmp_path)[0] == "model=mini-w64" and o.startswith("model."))]
+    assert main([*kept, *extra(tmp_path)]) == 2
+    error = capsys.readouterr().err.strip()
+    assert said in error and error.count("\n") == 0 and "Traceback" not in error
+    root = tmp_path / "runs"
+    assert not root.exists() or not list(root.glob("*/config.json"))  # nothing half-written
+
+
+def test_ctrl_c_leaves_the_run_resumable(tiny_overrides: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "experiments.run", *tiny_overrides, "optim.steps=400", "data.num_train=60"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    while "step 10/" not in process.stderr.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130 and "the same command goes on" in error and "Traceback" not in error
+    (run,) = (tmp_path / "runs").glob("tiny-*")
+    assert list((run / "checkpoints").glob("checkpoint-*/SOUND.json"))
+    assert not (run / "failure.json").exists()
+    config, launch = parse(command[3:])
+    assert execute(config, launch)["notes"][0].startswith("resumed from step")
+
+
+def test_multirun_line_runs_every_point(tiny_overrides: list[str], tmp_path: Path) -> None:
+    assert main(["-m", *tiny_overrides, "optim.steps=2", "optim.lr=1e-3,2e-3", "method.rank=1,2"]) == 0
+    files = list((tmp_path / "runs").glob("*/summary.json"))
+    assert len(files) == 4 and all(json.loads(f.read_text())["step"] == 2 for f in files)
