@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from experiments.config import ConfigError, ModelConfig, ModelSource
 
@@ -88,6 +89,8 @@ def _revision(config: ModelConfig) -> str:
 
 @lru_cache(maxsize=2)
 def _loaded(config: ModelConfig, cache: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     with _named(config):
         where = model_directory(config, cache)
         # transformers 5 would load the checkpoint's own dtype: always say which one is meant.
@@ -111,9 +114,20 @@ def load_model(config: ModelConfig, cache: Path) -> PreTrainedModel:
 
 
 @lru_cache(maxsize=8)
-def empty_model(config: ModelConfig, cache: Path) -> PreTrainedModel:
-    """The base model's shapes without its weights (meta device): enough to count and to check. Shared."""
+def empty_model(config: ModelConfig, cache: Path, local_only: bool = False) -> PreTrainedModel:
+    """The base model's shapes without its weights (meta device): enough to count and to check. Shared.
+
+    ``local_only`` asks the hub nothing: a model that is not in the local cache is then a ConfigError.
+    """
     with _named(config):
-        shapes = AutoConfig.from_pretrained(model_directory(config, cache), revision=_revision(config))
+        where, revision = model_directory(config, cache), _revision(config)
+        shapes = AutoConfig.from_pretrained(where, revision=revision, local_files_only=local_only)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(shapes)
+
+
+def num_matrix_parameters(model: PreTrainedModel) -> int:
+    """Parameters that are multiplied with every token: all matrices but the embedding, which is looked up."""
+    embedding = model.get_input_embeddings().weight
+    tied = model.get_output_embeddings().weight is embedding
+    return sum(p.numel() for p in model.parameters() if p.ndim >= 2) - (0 if tied else embedding.numel())

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments import store
-from experiments.config import ConfigError, LaunchConfig, RunConfig, encode, expand, parse, run_id
+from experiments import claim, store
+from experiments.compose import expand, parse
+from experiments.config import ConfigError, LaunchConfig, RunConfig, encode, run_id
 
 RESUMABLE = 130
 """Exit code after Ctrl-C: everything is on disk, the same command goes on."""
@@ -37,7 +38,7 @@ def check(config: RunConfig, launch: LaunchConfig) -> None:
 def execute(config: RunConfig, launch: LaunchConfig, progress: Any = None) -> dict[str, Any]:
     """Bring one run to its summary, whatever state it is in, and return the summary.
 
-    Raises store.Busy if another process writes it, ConfigError and StoreError for bad input,
+    Raises claim.Busy if another process writes it, ConfigError and StoreError for bad input,
     sft.Interrupted after a requested stop. Any other exception is recorded in failure.json first.
     """
     from experiments import models, provenance, sft, tracking
@@ -47,7 +48,7 @@ def execute(config: RunConfig, launch: LaunchConfig, progress: Any = None) -> di
     if store.state_of(root / run_id(config)) != "done":
         check(config, launch)
         dataset.load(config.data, models.load_tokenizer(config.model, root / "cache"))
-    with store.claim(root, run_id(config), encode(config)) as writer:
+    with claim.claim(root, run_id(config), encode(config)) as writer:
         if writer.summary is not None:  # finished by someone else while we waited for the lock
             return writer.summary
         try:

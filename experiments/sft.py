@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
-from transformers.utils import logging as transformers_logging
 from trl import SFTConfig, SFTTrainer
 
 from experiments import adapters, models
+from experiments.claim import RunWriter
 from experiments.config import Dtype, LaunchConfig, RunConfig
 from experiments.data import dataset
 from experiments.losses import num_labelled, token_nll_sum
-from experiments.store import RunWriter, seal_checkpoint
+from experiments.store import seal_checkpoint
 
 EVAL_TOKENS = 8192
 """Padded tokens per forward pass of an evaluation: bounds its memory, changes nothing else."""
@@ -154,8 +154,6 @@ def train(config: RunConfig, launch: LaunchConfig, writer: RunWriter, progress: 
     Raises Interrupted when asked to stop, after a checkpoint; ConfigError for an impossible arm.
     """
     begun = time.monotonic()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
     cache = Path(launch.root) / "cache"
     tokenizer = models.load_tokenizer(config.model, cache)
     data = dataset.load(config.data, tokenizer)
@@ -189,6 +187,7 @@ def train(config: RunConfig, launch: LaunchConfig, writer: RunWriter, progress: 
         "step": trainer.state.global_step,
         "metrics": {"test/nll_nats": _finite(recorder.last_nll), "test/nll_base_nats": recorder.base_nll},
         "init_hash": initial,
+        "model_commit": getattr(model.config, "_commit_hash", None),  # what a hub revision resolved to
         "num_trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "num_cut": data.num_cut,
         "num_dropped": data.num_dropped,

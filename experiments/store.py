@@ -1,4 +1,4 @@
-"""The results store: every path, atomic writes, locks, status and the resume point of a run.
+"""The results store: every path, atomic writes, status, checkpoints. Writing a run is ``experiments.claim``.
 
 What makes a run new? Hashing the code would be too strict (a changed comment would orphan every
 result), hashing nothing would be useless (two experiments in one directory). So a run *is* its
@@ -26,10 +26,7 @@ import errno
 import fcntl
 import json
 import os
-import shutil
-import socket
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,15 +34,9 @@ from typing import Any
 FORMAT = 1
 """Version of the layout above. A store written by a newer version is refused, never guessed at."""
 
-_MISSING = object()
-
 
 class StoreError(ValueError):
     """The store cannot be used as asked; the message is one line for the user."""
-
-
-class Busy(StoreError):
-    """Another living process is writing this run."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +61,7 @@ class RunRecord:
 def write_atomic(path: Path, text: str) -> None:
     """Replace ``path`` by ``text``: readers see the old file or the whole new one, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with _explained(path):
+    with explained(path):
         try:
             with temporary.open("w", encoding="utf-8") as file:
                 file.write(text)
@@ -88,7 +79,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read one JSON object. Raises StoreError, in one line, if unreadable or not an object."""
-    with _explained(path):
+    with explained(path):
         text = path.read_text(encoding="utf-8")
     try:
         value = json.loads(text)
@@ -101,7 +92,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def ensure_root(root: Path) -> Path:
     """Make the store's root and prove that it can be written, before any work is started."""
-    with _explained(root):
+    with explained(root):
         root.mkdir(parents=True, exist_ok=True)
         probe = root / f".probe-{os.getpid()}"
         try:
@@ -115,7 +106,7 @@ def ensure_root(root: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def explained(path: Path) -> Iterator[None]:
     """Turn an OSError into one line naming the path and what to do."""
     try:
         yield
@@ -139,7 +130,7 @@ def read_run(path: Path) -> RunRecord:
     if not (path / "config.json").exists():
         raise StoreError(f"{path.name}: no config.json (not a run of this suite)")
     document = read_json(path / "config.json")
-    _check_format(path / "config.json", document)
+    check_format(path / "config.json", document)
     if not isinstance(document.get("config"), dict) or document.get("run_id") != path.name:
         raise StoreError(f"{path.name}: config.json is not this run's (run_id {document.get('run_id')!r})")
     problems: list[str] = []
@@ -167,7 +158,7 @@ def scan(root: Path) -> tuple[list[RunRecord], list[str]]:
     records, left_out = [], []
     if not root.is_dir():
         raise StoreError(f"store: {root} is not a directory")
-    with _explained(root):
+    with explained(root):
         entries = sorted(p for p in root.iterdir() if p.is_dir() and p.name not in RESERVED)
     for path in entries:
         if path.name.startswith("."):
@@ -189,7 +180,7 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     if not file.exists():
         return [], []
     rows: list[dict[str, Any]] = []
-    with _explained(file):
+    with explained(file):
         lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
     for number, line in enumerate(lines, start=1):
         if not line:
@@ -220,7 +211,7 @@ def _study_path(root: Path, study: str, scale: str) -> Path:
 
 def write_study(root: Path, study: str, scale: str, manifest: Mapping[str, Any]) -> None:
     """Record which runs a study is made of, so that the analysis can name what is missing."""
-    with _explained(root):
+    with explained(root):
         (root / "studies").mkdir(parents=True, exist_ok=True)
     write_json(_study_path(root, study, scale), {"format": FORMAT, "study": study, "scale": scale, **manifest})
 
@@ -232,7 +223,7 @@ def read_study(root: Path, study: str, scale: str) -> dict[str, Any]:
         known = ", ".join(f"{name} ({s})" for name, s in list_studies(root)) or "none yet"
         raise StoreError(f"study: {study!r} at scale {scale!r} is not in {root}; launched so far: {known}")
     document = read_json(path)
-    _check_format(path, document)
+    check_format(path, document)
     return document
 
 
@@ -242,7 +233,8 @@ def list_studies(root: Path) -> list[tuple[str, str]]:
     return [(study, scale) for study, _, scale in pairs]
 
 
-def _check_format(path: Path, document: Mapping[str, Any]) -> None:
+def check_format(path: Path, document: Mapping[str, Any]) -> None:
+    """Refuse a document of a newer version of the layout, or of none. Raises StoreError."""
     version = document.get("format")
     if not isinstance(version, int) or version < 1:
         raise StoreError(f"{path}: format: {version!r} is not a version of this suite (allowed: 1 to {FORMAT})")
@@ -276,29 +268,20 @@ def is_sound(checkpoint: Path) -> bool:
     return bool(files) and files == checkpoint_files(checkpoint)
 
 
-def _step_of(checkpoint: Path) -> int:
+def step_of(checkpoint: Path) -> int:
+    """The step in a checkpoint's name; -1 if it has none."""
     suffix = checkpoint.name.rpartition("-")[2]
     return int(suffix) if suffix.isdigit() else -1
 
 
-def _checkpoints(run: Path) -> list[Path]:
-    return sorted((run / "checkpoints").glob("checkpoint-*"), key=_step_of)
+def checkpoints(run: Path) -> list[Path]:
+    """All checkpoints of a run, sound or not, by step."""
+    return sorted((run / "checkpoints").glob("checkpoint-*"), key=step_of)
 
 
 def unsound_checkpoints(run: Path) -> list[str]:
     """Names of checkpoints that were begun and never completed, or damaged since."""
-    return [p.name for p in _checkpoints(run) if not is_sound(p)]
-
-
-# ---------------------------------------------------------------- writing half
-
-
-def _try_lock(file: Any) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+    return [p.name for p in checkpoints(run) if not is_sound(p)]
 
 
 def _is_locked(run: Path) -> bool:
@@ -311,133 +294,3 @@ def _is_locked(run: Path) -> bool:
             return False
     except OSError:
         return False
-
-
-def drift(found: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Names and both values of every field in which two nested configurations differ."""
-    lines = []
-    for key in sorted({*found, *wanted}):
-        a, b = found.get(key, _MISSING), wanted.get(key, _MISSING)
-        if isinstance(a, dict) and isinstance(b, dict):
-            lines += drift(a, b, f"{prefix}{key}.")
-        elif a != b:
-            left = "absent" if a is _MISSING else repr(a)
-            right = "absent" if b is _MISSING else repr(b)
-            lines.append(f"{prefix}{key}: {left} in the store, {right} asked for")
-    return lines
-
-
-@dataclass(frozen=True)
-class ResumePoint:
-    """Where a run goes on: a sound checkpoint, its step, and the metric rows up to that step."""
-
-    checkpoint: Path
-    step: int
-    rows: list[dict[str, Any]]
-
-
-class RunWriter:
-    """The one writer of a run directory, holding its lock. Made by ``claim``."""
-
-    def __init__(self, path: Path, lock: Any) -> None:
-        self.path = path
-        self.notes: list[str] = []
-        self.mirrors: list[Callable[[Mapping[str, Any]], None]] = []
-        self._lock = lock
-        self._metrics: Any = None
-
-    @property
-    def summary(self) -> dict[str, Any] | None:
-        """The finished run's summary, or None while it is not done."""
-        file = self.path / "summary.json"
-        return read_json(file) if file.exists() else None
-
-    def resume_point(self) -> ResumePoint | None:
-        """The newest sound checkpoint with the metrics up to it, or None to begin at step 0.
-
-        What cannot be trusted is removed and said in ``notes``: unsound checkpoints, rows after the
-        checkpoint. If rows before it are lost the run begins again, since nothing else gives them back.
-        """
-        for name in unsound_checkpoints(self.path):
-            self.notes.append(f"{name} is incomplete: deleted, its steps are trained again")
-            shutil.rmtree(self.path / "checkpoints" / name)
-        rows, torn = read_metrics(self.path)
-        self.notes += torn
-        found = None
-        for checkpoint in reversed(_checkpoints(self.path)):
-            kept = [row for row in rows if row["step"] <= _step_of(checkpoint)]
-            if kept and kept[-1]["step"] == _step_of(checkpoint):
-                found = ResumePoint(checkpoint, _step_of(checkpoint), kept)
-                break
-            self.notes.append(f"{checkpoint.name}: metrics.jsonl lost rows it builds on; passed over")
-            shutil.rmtree(checkpoint)
-        if found:
-            self.notes.append(f"resumed from step {found.step}")
-        write_atomic(self.path / "metrics.jsonl", "".join(_row(row) for row in found.rows) if found else "")
-        return found
-
-    def append(self, row: Mapping[str, Any]) -> None:
-        """Add one row to metrics.jsonl and flush it to the operating system."""
-        with _explained(self.path / "metrics.jsonl"):
-            if self._metrics is None:
-                self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
-            self._metrics.write(_row(row))
-            self._metrics.flush()
-        for mirror in self.mirrors:
-            mirror(row)
-
-    def write(self, name: str, value: Mapping[str, Any]) -> None:
-        """Write one of the run's JSON documents atomically."""
-        write_json(self.path / name, value)
-
-    def finish(self, summary: Mapping[str, Any]) -> dict[str, Any]:
-        """Commit the run: metrics to disk, then summary.json; checkpoints are dropped afterwards."""
-        if self._metrics is not None:
-            os.fsync(self._metrics.fileno())
-            self._metrics.close()
-            self._metrics = None
-        (self.path / "failure.json").unlink(missing_ok=True)
-        self.write("summary.json", summary)
-        shutil.rmtree(self.path / "checkpoints", ignore_errors=True)
-        return dict(summary)
-
-    def fail(self, cause: str, detail: str) -> None:
-        """Record why this attempt failed. The run stays resumable."""
-        self.write("failure.json", {"cause": cause, "detail": detail, "time_unix_s": time.time()})
-
-
-def _row(row: Mapping[str, Any]) -> str:
-    return json.dumps(row, sort_keys=True, allow_nan=False) + "\n"
-
-
-@contextlib.contextmanager
-def claim(root: Path, run_id: str, config: Mapping[str, Any]) -> Iterator[RunWriter]:
-    """Take a run for writing: make its directory, take its lock, refuse drift.
-
-    The lock belongs to the open file, so the kernel frees it when its owner dies, however it dies.
-    Raises Busy if a living process holds it, StoreError on drift or an unusable store.
-    """
-    path = root / run_id
-    with _explained(path):
-        path.mkdir(parents=True, exist_ok=True)
-        lock = (path / "lock").open("a+")
-    try:
-        if not _try_lock(lock):
-            lock.seek(0)
-            raise Busy(f"{run_id}: being written by {lock.read().strip() or 'another process'}")
-        lock.seek(0)
-        lock.truncate()
-        lock.write(f"pid {os.getpid()} on {socket.gethostname()}")
-        lock.flush()
-        if (path / "config.json").exists():
-            document = read_json(path / "config.json")
-            _check_format(path / "config.json", document)
-            differing = drift(document.get("config", {}), config)
-            if differing:
-                raise StoreError(f"{run_id}: the store holds another configuration: {'; '.join(differing)}")
-        else:
-            write_json(path / "config.json", {"format": FORMAT, "run_id": run_id, "config": config})
-        writer = RunWriter(path, lock)
-        yield writer
-    finally:
-        lock.close()

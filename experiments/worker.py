@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.config import ConfigError, LaunchConfig, decode, run_id
-from experiments.store import Busy, StoreError, log_path
+from experiments.claim import Busy
+from experiments.compose import decode
+from experiments.config import ConfigError, LaunchConfig, run_id
+from experiments.store import StoreError, log_path
 
 Emit = Callable[..., None]
 

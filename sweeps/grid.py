@@ -16,7 +16,8 @@ from typing import Any
 
 import yaml
 
-from experiments.config import ConfigError, LaunchConfig, RunConfig, expand, parse, run_id
+from experiments.compose import expand, parse
+from experiments.config import ConfigError, LaunchConfig, RunConfig, run_id
 
 SWEEPS_DIR = Path(__file__).resolve().parent
 FIELDS = ("title", "figure", "claims", "settings", "scales")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from experiments import store
-from experiments.config import MethodKind, RunConfig, arm_name
+from experiments.config import ConfigError, MethodKind, RunConfig, arm_name
 from experiments.cost import full_flops, lora_flops
 from sweeps.display import clock
-from sweeps.grid import Study
+from sweeps.grid import Point, Study
 from sweeps.pool import num_workers
 
 
@@ -19,35 +20,43 @@ def print_plan(study: Study, root: Path, console: Console | None = None) -> None
     """Print one line per run and the totals; the cost is an upper bound from the longest sequence."""
     from experiments import adapters, models  # torch: shapes are needed for the cost
 
-    console = console or Console(highlight=False, soft_wrap=True, width=120)
+    console = console or Console(highlight=False, soft_wrap=True, width=140)
     table = Table("run", "arm", "LR", "seed", "steps", "examples", "PFLOPs (max)", "state", box=None)
-    total, left_steps = 0.0, 0
-    shapes: dict = {}
+    unknown: dict[str, str] = {}
+    total, todo = 0.0, []
     for point in study.points:
         config = point.config
         state = store.state_of(root / point.run_id)
-        key = config.model
-        if key not in shapes:
-            shapes[key] = models.empty_model(config.model, root / "cache")
-        count = sum(p.numel() for p in shapes[key].parameters() if p.ndim >= 2)
-        adapters.check_rank(shapes[key], config.method)
-        flops = run_flops(config, count, adapters.num_trainable(shapes[key], config.method))
+        try:
+            shapes = models.empty_model(config.model, root / "cache", local_only=True)
+            adapters.check_rank(shapes, config.method)
+            flops = run_flops(
+                config, models.num_matrix_parameters(shapes), adapters.num_trainable(shapes, config.method)
+            )
+        except ConfigError as error:
+            unknown[config.model.name] = str(error)
+            flops = math.nan
         if state != "done":
+            todo.append(point)
             total += flops
-            left_steps += config.optim.steps
         table.add_row(
             point.run_id, arm_name(config.method), f"{config.optim.lr:g}", str(config.seed.init),
-            str(config.optim.steps), str(config.optim.steps * config.optim.batch_size), f"{flops / 1e15:.4g}", state,
+            str(config.optim.steps), str(config.optim.steps * config.optim.batch_size), "-" if math.isnan(flops) else f"{flops / 1e15:.4g}", state,
         )  # fmt: skip
     console.print(table)
-    num_left = sum(store.state_of(root / p.run_id) != "done" for p in study.points)
-    seconds = _measured_step_s(study, root)
-    workers = num_workers(study.launch, max(1, num_left))
-    guess = (
-        f"about {clock(left_steps * seconds / workers)} with {workers} workers (from {seconds:.3f} s per step measured)"
-        if seconds else "time unknown until a run of this study has been measured"
-    )  # fmt: skip
-    console.print(f"{len(study.points)} runs, {num_left} to do, at most {total / 1e15:.4g} PFLOPs; {guess}")
+    for name, reason in unknown.items():
+        console.print(f"cost of {name} unknown: {reason}", markup=False)
+    cost = "cost unknown" if unknown else f"at most {total / 1e15:.4g} PFLOPs"
+    console.print(f"{len(study.points)} runs, {len(todo)} to do, {cost}; {_time(study, todo, root)}")
+
+
+def _time(study: Study, todo: list[Point], root: Path) -> str:
+    step_s = _measured_step_s(study, root)
+    if step_s is None:
+        return "time unknown until a run of this study has been measured"
+    workers = num_workers(study.launch, max(1, len(todo)))
+    left_s = sum(point.config.optim.steps for point in todo) * step_s / workers
+    return f"about {clock(left_s)} with {workers} workers ({step_s:.3f} s per step measured)"
 
 
 def run_flops(config: RunConfig, num_parameters: int, num_trainable: int) -> float:

@@ -74,13 +74,13 @@ def _read(config: DataConfig) -> list[Pair]:
 
 def _procedural(config: DataConfig, wanted: int) -> list[Pair]:
     """Distinct examples, so that no held-out prompt is trained on; small tasks may run out of them."""
-    unique: dict[tuple[str, str], None] = {}
+    unique: dict[Pair, None] = {}
     for attempt in range(4):  # a seed's draw repeats some examples: top it up from the next ones
         try:
             examples = generate_mixture(config.tasks, wanted, 1000 * config.seed + attempt)
         except ValueError as error:
             raise ConfigError(f"data.tasks: {error}") from None
-        unique |= dict.fromkeys((e.prompt, e.completion) for e in examples)
+        unique |= {(e.prompt, e.completion): None for e in examples}
         if len(unique) >= wanted:
             break
     return list(unique)[:wanted]

@@ -7,19 +7,8 @@ import json
 
 import pytest
 
-from experiments.config import (
-    ConfigError,
-    EvalConfig,
-    LaunchConfig,
-    RunConfig,
-    canonical,
-    compose_fully,
-    decode,
-    encode,
-    expand,
-    parse,
-    run_id,
-)
+from experiments.compose import compose_fully, decode, expand, parse
+from experiments.config import ConfigError, EvalConfig, LaunchConfig, RunConfig, canonical, encode, run_id
 
 BASE = ["method=lora", "optim.lr=1e-3", "model.revision=abc"]
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from experiments import sft, store
-from experiments.config import parse, run_id
+from experiments.compose import parse
+from experiments.config import run_id
 from experiments.run import execute, main
 
 LORA, FULL = ["method=lora", "method.rank=4"], ["method=full"]

@@ -1,0 +1,173 @@
+"""The writing half of the store: the lock, the resume point, drift, the atomic end of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.store import (
+    FORMAT,
+    StoreError,
+    check_format,
+    checkpoints,
+    explained,
+    read_json,
+    read_metrics,
+    step_of,
+    unsound_checkpoints,
+    write_atomic,
+    write_json,
+)
+
+_MISSING = object()
+
+
+class Busy(StoreError):
+    """Another living process is writing this run."""
+
+
+def _try_lock(file: Any) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def drift(found: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Names and both values of every field in which two nested configurations differ."""
+    lines = []
+    for key in sorted({*found, *wanted}):
+        a, b = found.get(key, _MISSING), wanted.get(key, _MISSING)
+        if isinstance(a, dict) and isinstance(b, dict):
+            lines += drift(a, b, f"{prefix}{key}.")
+        elif a != b:
+            left = "absent" if a is _MISSING else repr(a)
+            right = "absent" if b is _MISSING else repr(b)
+            lines.append(f"{prefix}{key}: {left} in the store, {right} asked for")
+    return lines
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where a run goes on: a sound checkpoint, its step, and the metric rows up to that step."""
+
+    checkpoint: Path
+    step: int
+    rows: list[dict[str, Any]]
+
+
+class RunWriter:
+    """The one writer of a run directory, holding its lock. Made by ``claim``."""
+
+    def __init__(self, path: Path, lock: Any) -> None:
+        self.path = path
+        self.notes: list[str] = []
+        self.mirrors: list[Callable[[Mapping[str, Any]], None]] = []
+        self._lock = lock
+        self._metrics: Any = None
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """The finished run's summary, or None while it is not done."""
+        file = self.path / "summary.json"
+        return read_json(file) if file.exists() else None
+
+    def resume_point(self) -> ResumePoint | None:
+        """The newest sound checkpoint with the metrics up to it, or None to begin at step 0.
+
+        What cannot be trusted is removed and said in ``notes``: unsound checkpoints, rows after the
+        checkpoint. If rows before it are lost the run begins again, since nothing else gives them back.
+        """
+        for name in unsound_checkpoints(self.path):
+            self.notes.append(f"{name} is incomplete: deleted, its steps are trained again")
+            shutil.rmtree(self.path / "checkpoints" / name)
+        rows, torn = read_metrics(self.path)
+        self.notes += torn
+        found = None
+        for checkpoint in reversed(checkpoints(self.path)):
+            kept = [row for row in rows if row["step"] <= step_of(checkpoint)]
+            if kept and kept[-1]["step"] == step_of(checkpoint):
+                found = ResumePoint(checkpoint, step_of(checkpoint), kept)
+                break
+            self.notes.append(f"{checkpoint.name}: metrics.jsonl lost rows it builds on; passed over")
+            shutil.rmtree(checkpoint)
+        if found:
+            self.notes.append(f"resumed from step {found.step}")
+        write_atomic(self.path / "metrics.jsonl", "".join(_row(row) for row in found.rows) if found else "")
+        return found
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add one row to metrics.jsonl and flush it to the operating system."""
+        with explained(self.path / "metrics.jsonl"):
+            if self._metrics is None:
+                self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
+            self._metrics.write(_row(row))
+            self._metrics.flush()
+        for mirror in self.mirrors:
+            mirror(row)
+
+    def write(self, name: str, value: Mapping[str, Any]) -> None:
+        """Write one of the run's JSON documents atomically."""
+        write_json(self.path / name, value)
+
+    def finish(self, summary: Mapping[str, Any]) -> dict[str, Any]:
+        """Commit the run: metrics to disk, then summary.json; checkpoints are dropped afterwards."""
+        if self._metrics is not None:
+            os.fsync(self._metrics.fileno())
+            self._metrics.close()
+            self._metrics = None
+        (self.path / "failure.json").unlink(missing_ok=True)
+        self.write("summary.json", summary)
+        shutil.rmtree(self.path / "checkpoints", ignore_errors=True)
+        return dict(summary)
+
+    def fail(self, cause: str, detail: str) -> None:
+        """Record why this attempt failed. The run stays resumable."""
+        self.write("failure.json", {"cause": cause, "detail": detail, "time_unix_s": time.time()})
+
+
+def _row(row: Mapping[str, Any]) -> str:
+    return json.dumps(row, sort_keys=True, allow_nan=False) + "\n"
+
+
+@contextlib.contextmanager
+def claim(root: Path, run_id: str, config: Mapping[str, Any]) -> Iterator[RunWriter]:
+    """Take a run for writing: make its directory, take its lock, refuse drift.
+
+    The lock belongs to the open file, so the kernel frees it when its owner dies, however it dies.
+    Raises Busy if a living process holds it, StoreError on drift or an unusable store.
+    """
+    path = root / run_id
+    with explained(path):
+        path.mkdir(parents=True, exist_ok=True)
+        lock = (path / "lock").open("a+")
+    try:
+        if not _try_lock(lock):
+            lock.seek(0)
+            raise Busy(f"{run_id}: being written by {lock.read().strip() or 'another process'}")
+        lock.seek(0)
+        lock.truncate()
+        lock.write(f"pid {os.getpid()} on {socket.gethostname()}")
+        lock.flush()
+        if (path / "config.json").exists():
+            document = read_json(path / "config.json")
+            check_format(path / "config.json", document)
+            differing = drift(document.get("config", {}), config)
+            if differing:
+                raise StoreError(f"{run_id}: the store holds another configuration: {'; '.join(differing)}")
+        else:
+            write_json(path / "config.json", {"format": FORMAT, "run_id": run_id, "config": config})
+        writer = RunWriter(path, lock)
+        yield writer
+    finally:
+        lock.close()

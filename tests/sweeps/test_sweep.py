@@ -1,0 +1,140 @@
+"""Real sweeps of a tiny grid: real workers, real training, real kills."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+from experiments import store
+from experiments.run import execute
+from sweeps import grid, launch, status
+from sweeps.pool import Event, run_all
+
+pytestmark = pytest.mark.sweep
+
+
+@pytest.fixture
+def study(tiny_overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A study of 12 runs: two arms, three LRs, two seeds."""
+    document = {
+        "title": "Tiny", "figure": "lr", "claims": ["C5"], "settings": {"reference": "full"},
+        "scales": {
+            "mini": {
+                "common": " ".join([*tiny_overrides, "seed.init=0,1"]),
+                "arms": ["method=full optim.lr=1e-3,1e-2,1e-1", "method=lora method.rank=2 optim.lr=1e-2,1e-1,1"],
+            }
+        },
+    }  # fmt: skip
+    sweeps = tmp_path / "sweeps"
+    sweeps.mkdir()
+    (sweeps / "tiny.yaml").write_text(yaml.safe_dump(document))
+    monkeypatch.setattr(grid, "SWEEPS_DIR", sweeps)
+    return "tiny"
+
+
+def test_sweep_runs_once_then_draws_the_same_bytes(
+    study: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from analysis.figures.__main__ import main as draw
+
+    root = tmp_path / "runs"
+    assert launch.main([study, "--dry"]) == 0
+    assert "12 runs, 12 to do" in capsys.readouterr().out and not list(root.glob("tiny-*"))
+    assert launch.main([study]) == 0
+    summaries = {path: path.stat().st_mtime_ns for path in root.glob("*/summary.json")}
+    assert len(summaries) == 12
+    assert draw(["tiny", "--root", str(root)]) == 0
+    first = {p.name: p.read_bytes() for p in (root / "figures" / "tiny-mini").iterdir()}
+    assert {"lr.png", "lr.svg", "lr.pdf", "curves.png", "arms.json", "runs.csv"} <= set(first)
+    capsys.readouterr()
+    assert launch.main([study]) == 0
+    assert "12 done already, 0 to do" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in root.glob("*/summary.json")} == summaries
+    assert draw(["tiny", "--root", str(root)]) == 0
+    assert {p.name: p.read_bytes() for p in (root / "figures" / "tiny-mini").iterdir()} == first
+    assert status.main(["--root", str(root)]) == 0
+    assert re.search(r"tiny\s+mini\s+12\s+12", capsys.readouterr().out)
+
+
+def test_killed_worker_resumes_bit_for_bit(study: str, tmp_path: Path) -> None:
+    """kill -9 in mid-run: the pool starts another worker, which goes on from the checkpoint."""
+    extra = ["optim.steps=200", "launch.checkpoint_every_s=0.2", "launch.workers=1"]
+    point = grid.load_study(study, "mini", extra).points[0]
+    straight = grid.load_study(study, "mini", [*extra, f"launch.root={tmp_path / 'b'}"])
+    expected = execute(point.config, straight.launch)["metrics"]
+    killed, events = [], []
+    root = tmp_path / "runs"
+    launched = grid.load_study(study, "mini", extra).launch
+
+    def on_event(event: Event) -> None:
+        events.append(event)
+        sound = list(root.glob("*/checkpoints/*/SOUND.json"))
+        if event.kind == "step" and event.detail["step"] >= 20 and sound and not killed:
+            owner = int(re.findall(r"pid (\d+)", (root / event.run / "lock").read_text())[0])
+            os.kill(owner, signal.SIGKILL)
+            killed.append(owner)
+
+    run_all([point], launched, on_event)
+    kinds = Counter(event.kind for event in events)
+    assert killed and kinds["lost"] == 1 and kinds["finished"] == 1
+    summary = store.read_json(root / point.run_id / "summary.json")
+    assert summary["metrics"] == expected and summary["notes"][-1].startswith("resumed from step")
+    files = [base / point.run_id / "metrics.jsonl" for base in (root, tmp_path / "b")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_two_sweeps_at_once_train_nothing_twice(study: str) -> None:
+    loaded = grid.load_study(study, "mini", ["launch.workers=1"])
+    trained: list[tuple[str, int]] = []
+    ends: list[list[str]] = [[], []]
+
+    def run(k: int) -> None:
+        def on_event(event: Event) -> None:
+            if event.kind == "step":
+                trained.append((event.run, event.detail["step"]))
+            elif event.kind in ("finished", "diverged", "failed"):
+                ends[k].append(event.run)
+
+        run_all(loaded.points, loaded.launch, on_event)
+
+    threads = [threading.Thread(target=run, args=(k,)) for k in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(Counter(trained).values()) == 1
+    assert [sorted(names) for names in ends] == [sorted(p.run_id for p in loaded.points)] * 2
+    records, left_out = store.scan(Path(loaded.launch.root))
+    assert {record.state for record in records} == {"done"} and not left_out
+
+
+def test_one_failed_run_stops_no_other(study: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = tmp_path / "runs"
+    victim = grid.load_study(study, "mini").points[5]
+    (root / victim.run_id).mkdir(parents=True)
+    (root / victim.run_id / "metrics.jsonl").mkdir()  # this run cannot write its metrics
+    assert launch.main([study]) == 1
+    error = capsys.readouterr().err
+    assert f"failed: {victim.run_id}: store: cannot use" in error and ".log" in error
+    assert len(list(root.glob("*/summary.json"))) == 11
+
+
+def test_bad_input_starts_nothing(study: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for extra, said in (
+        (["optim.lr=0"], "optim.lr: 0.0 is not allowed"),
+        (["model.path=/nowhere"], "model.path: '/nowhere' cannot be loaded"),
+        (["optim.lrr=1"], "did you mean optim.lr?"),
+        (["--cluster", "moon"], "cluster: 'moon' is not allowed"),
+        (["--scale", "huge"], "scale: 'huge' is not allowed"),
+    ):
+        assert launch.main([study, *extra]) == 2
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error.startswith("error: ") and said in error
+    assert not list(tmp_path.glob("runs/tiny-*"))

@@ -1,0 +1,77 @@
+"""The arrows of the architecture: conf -> sweeps -> experiments -> runs -> analysis, slurm beside."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parent.parent
+PACKAGES = ("experiments", "sweeps", "analysis", "slurm")
+ALLOWED = {
+    "experiments": {"experiments"},
+    "sweeps": {"sweeps", "experiments", "slurm"},
+    "analysis": {"analysis", "experiments.store"},
+    "slurm": {"slurm", "experiments"},
+}
+BOUNDARIES = {  # library -> the only modules that may import it
+    "transformers": {"experiments.models", "experiments.adapters", "experiments.sft", "experiments.shapes",
+                     "experiments.pretrain", "experiments.data.dataset", "experiments.data.pool", "experiments.cards"},
+    "datasets": {"experiments.data.dataset"},
+    "reasoning_gym": {"experiments.data.tasks"},
+    "peft": {"experiments.adapters"},
+    "trl": {"experiments.sft"},
+    "wandb": {"experiments.tracking"},
+    "submitit": {"slurm"},
+    "hydra": {"experiments.compose"},
+    "omegaconf": {"experiments.compose", "experiments.config"},
+}  # fmt: skip
+MAX_LINES = 400
+
+
+def modules() -> list[Path]:
+    return sorted(path for package in PACKAGES for path in (PROJECT / package).rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(PROJECT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def within(name: str, parents: set[str]) -> bool:
+    return any(name == parent or name.startswith(parent + ".") for parent in parents)
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_imports_follow_the_arrows(path: Path) -> None:
+    package = name_of(path).partition(".")[0]
+    wrong = [n for n in imports(path) if n.partition(".")[0] in PACKAGES and not within(n, ALLOWED[package])]
+    assert not wrong, f"{name_of(path)} may import {ALLOWED[package]} of ours, not {wrong}"
+    for name in imports(path):
+        library = name.partition(".")[0]
+        if library in BOUNDARIES:
+            assert within(name_of(path), BOUNDARIES[library]), f"{library} belongs to {BOUNDARIES[library]}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_module_is_one_a_person_can_hold(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("module", ["analysis", "analysis.figures.__main__", "sweeps.launch", "sweeps.status"])
+def test_module_starts_without_torch(module: str) -> None:
+    """A second launch and every redraw stay fast because nothing heavy is imported."""
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=False).returncode == 0
