@@ -128,7 +128,7 @@ def table(out_dir: Path) -> str:
         row("parameters", [f"{card['num_parameters']:,}" for card in cards]),
         row("steps", [f"{run['step']:,}" for run in runs]),
         row("tokens", [f"{run['num_tokens'] / 1e6:.0f} M" for run in runs]),
-        row("minutes on one core", [f"{run['wall_time_s'] / 60:.0f}" for run in runs]),
+        row("wall minutes, cores shared and pauses included", [f"{run['wall_time_s'] / 60:.0f}" for run in runs]),
         row("last training NLL, nats per completion token", [f"{run['train_nll_nats']:.3f}" for run in runs]),
         row("SHA-256 of the weights", [f"`{card['sha256']['model.safetensors'][:12]}`" for card in cards]),
     ]

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cluster", default="auto", help="auto, local or slurm")
     parser.add_argument("--dry", action="store_true", help="print the runs and their cost, start nothing")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides for every run, e.g. optim.steps=50")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     try:
         _check_cluster(options.cluster)
         study = load_study(options.study, options.scale, options.overrides)

@@ -29,8 +29,9 @@ def test_envelope_is_the_minimum_over_lrs_of_the_means():
     assert found["lr"].tolist() == [2e-3, 1e-3]
 
 
-def test_best_run_is_one_lr_all_along():
-    found = best_run(mean_curves(RUNS, CURVES))
+def test_best_run_is_one_lr_all_along_chosen_at_the_last_step():
+    early_bird = curves(a0=[3.0, 2.0], a1=[5.0, 2.2], b0=[1.0, 2.4], b1=[1.0, 2.6])
+    found = best_run(mean_curves(RUNS, early_bird))
     assert set(found["lr"]) == {1e-3}
     assert found["nll"].tolist() == pytest.approx([4.0, 2.1])
 

@@ -161,6 +161,16 @@ def test_plateau_holds_lrs_within_noise_of_the_best_and_is_connected():
     np.testing.assert_allclose(found.plateau, [1e-3, 2e-3, 4e-3])
 
 
+def test_plateau_is_not_shrunk_by_one_lucky_lr():
+    """On a fine grid the LRs are compared with the fitted minimum, not with the luckiest of them."""
+    fine = 1e-3 * 2.0 ** np.linspace(-2, 2, 17)
+    losses = bowl(1e-3, fine, depth=0.005)
+    losses[9] -= 0.004
+    found = estimate(fine, losses, noise=0.001)
+    assert found.best_lr == pytest.approx(fine[9])
+    assert {round(lr, 9) for lr in fine[6:11]} <= {round(lr, 9) for lr in found.plateau}
+
+
 def test_plateau_without_noise_is_the_best_lr_alone():
     assert estimate(GRID, bowl(1.1e-3)).plateau == (1e-3,)
 

@@ -52,7 +52,7 @@ def test_sweep_runs_once_then_draws_the_same_bytes(
     assert len(summaries) == 12
     assert draw(["tiny", "--root", str(root)]) == 0
     first = {p.name: p.read_bytes() for p in (root / "figures" / "tiny-mini").iterdir()}
-    assert {"lr.png", "lr.svg", "lr.pdf", "curves.png", "arms.json", "runs.csv"} <= set(first)
+    assert {"lr.png", "lr.svg", "lr.pdf", "curves.png", "optimum.json", "runs.csv"} <= set(first)
     capsys.readouterr()
     assert launch.main([study]) == 0
     assert "12 done already, 0 to do" in capsys.readouterr().err

@@ -1,0 +1,159 @@
+"""From a table of runs to arms: labels, LR*, ratio to full fine-tuning."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from analysis.optimum import Optimum, Ratio, estimate, ratio
+
+VALUE = "test/nll_nats"
+FULL = "full"
+
+_NOT_A_PANEL = ("config.method.", "config.optim.lr", "config.seed.", "config.model.", "config.data.", "config.eval.")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One arm's result. ``ratio`` is None for the reference itself and where there is no reference."""
+
+    panel: str
+    name: str
+    optimum: Optimum
+    ratio: Ratio | None
+    num_lrs: int
+    num_diverged: int
+
+
+def label_arms(table: pd.DataFrame, value: str = VALUE) -> pd.DataFrame:
+    """The finished runs of ``load``'s table with the columns ``panel, arm, rank, lr, seed, value`` added.
+
+    ``arm`` is full, r1, r4-mlp ...; ``rank`` 0 for full; ``value`` is the metric named, NaN where the
+    run diverged; ``seed`` joins the three seeds; ``panel`` says in what else runs differ ("" if in
+    nothing): arms are compared within a panel only.
+    Raises: ValueError if no run has the metric.
+    """
+    done = table[table["state"] == "done"].copy()
+    column = f"metric.{value}"
+    if len(done) and column not in done:
+        known = ", ".join(c.removeprefix("metric.") for c in _columns(done, "metric."))
+        raise ValueError(f"value: {value!r} is not a metric of these runs; allowed: {known}")
+    if done.empty:
+        return done.assign(panel="", arm="", rank=0, lr=np.nan, seed="", value=np.nan)
+    full = done["config.method.kind"] == "full"
+    done["rank"] = done["config.method.rank"].where(~full, 0).astype(int)
+    done["arm"] = [FULL if f else _lora_name(row) for f, (_, row) in zip(full, done.iterrows(), strict=True)]
+    done["lr"] = done["config.optim.lr"].astype(float)
+    seeds = _columns(done, "config.seed.")
+    done["seed"] = done[seeds].astype(str).agg("/".join, axis=1)
+    done["value"] = pd.to_numeric(done[column], errors="coerce").where(done["outcome"] == "finished")
+    done["panel"] = _panels(done)
+    done["order"] = done["panel"].map(_natural)  # mini-w64 before mini-w128
+    done = done.sort_values(["order", "rank", "arm", "lr", "seed"], kind="stable")
+    return done.drop(columns="order").reset_index(drop=True)
+
+
+def _natural(text: str) -> str:
+    return re.sub(r"\d+", lambda digits: digits[0].zfill(12), text)
+
+
+def _lora_name(row: pd.Series) -> str:
+    """``r16``, with the placement, alpha and unembedding where they are not the protocol's."""
+    name = f"r{int(row['config.method.rank'])}"
+    placement, alpha = row["config.method.placement"], row.get("config.method.alpha", 32.0)
+    name += "" if placement == "all" else f"-{placement}"
+    name += "" if float(alpha) == 32.0 else f"-alpha{float(alpha):g}"
+    return name + ("-unembed" if row["config.method.unembed"] else "")
+
+
+def _panels(done: pd.DataFrame) -> list[str]:
+    varying = [c for c in ("config.model.name", "config.data.name") if c in done and done[c].nunique() > 1]
+    rest = [c for c in _columns(done, "config.") if not c.startswith(_NOT_A_PANEL)]
+    rest += [c for c in ("config.model.weight_dtype", "config.data.num_train") if c in done]
+    named = [c for c in rest if done[c].nunique(dropna=False) > 1]
+    return [
+        ", ".join([*(str(row[c]) for c in varying), *(f"{c.rpartition('.')[2]} {row[c]}" for c in named)])
+        for _, row in done.iterrows()
+    ]
+
+
+def _columns(table: pd.DataFrame, prefix: str) -> list[str]:
+    return [str(c) for c in table.columns if str(c).startswith(prefix)]
+
+
+def find_arms(runs: pd.DataFrame, reference: str = FULL, *, maximize: bool = False) -> list[Arm]:
+    """LR* of every arm of ``label_arms``'s table and its ratio to the reference arm of its panel.
+
+    The reference comes first in its panel, then by rank.
+    """
+    arms = []
+    for panel, inside in runs.groupby("panel", sort=False):
+        names = sorted(dict.fromkeys(inside["arm"]), key=lambda name: name != reference)
+        rows = {name: inside[inside["arm"] == name] for name in names}
+        optima = {
+            name: estimate(
+                r["lr"].to_numpy(), r["value"].to_numpy(), r["seed"].tolist(), maximize=maximize, name=(panel, name)
+            )
+            for name, r in rows.items()
+        }
+        for name in names:
+            against = ratio(optima[name], optima[reference]) if reference in optima and name != reference else None
+            num_diverged = int((rows[name]["outcome"] == "diverged").sum())
+            arms.append(Arm(str(panel), name, optima[name], against, rows[name]["lr"].nunique(), num_diverged))
+    return arms
+
+
+def arm_table(arms: Sequence[Arm]) -> pd.DataFrame:
+    """One flat row per arm, for CSV and JSON; what is undecided is NaN. Intervals are 95 %."""
+    rows = []
+    for arm in arms:
+        optimum = arm.optimum
+        low, high = optimum.interval or (math.nan, math.nan)
+        against = arm.ratio or Ratio(None, None, "")
+        ratio_low, ratio_high = against.interval or (math.nan, math.nan)
+        rows.append(
+            {
+                "panel": arm.panel,
+                "arm": arm.name,
+                "lr_star": optimum.lr_star,
+                "lr_star_low": low,
+                "lr_star_high": high,
+                "plateau": " ".join(f"{lr:g}" for lr in optimum.plateau),
+                "ratio": against.value,
+                "ratio_low": ratio_low,
+                "ratio_high": ratio_high,
+                "best_mean": optimum.best,
+                "best_sd": optimum.best_sd,
+                "best_lr": optimum.best_lr,
+                "num_seeds": optimum.num_seeds,
+                "num_runs": optimum.num_runs,
+                "num_lrs": arm.num_lrs,
+                "num_diverged": arm.num_diverged,
+                "noise": optimum.noise,
+                "noise_from": optimum.noise_from,
+                "verdict": optimum.verdict,
+                "why": optimum.why,
+                "ratio_why": against.why,
+                "add_lrs": " ".join(f"{lr:g}" for lr in optimum.add_lrs),
+            }
+        )
+    numeric = ["lr_star", "ratio"]
+    return pd.DataFrame(rows).astype(dict.fromkeys(numeric, float)) if rows else pd.DataFrame()
+
+
+def arm_records(arms: Sequence[Arm]) -> list[dict[str, object]]:
+    """``arm_table`` for JSON: intervals, plateau and LRs to add as lists, null for what is undecided."""
+    table = arm_table(arms).astype(object)
+    records: list[dict[str, object]] = []
+    for arm, row in zip(arms, table.where(table.notna(), None).to_dict("records"), strict=True):
+        record = {str(key): value for key, value in row.items() if not str(key).endswith(("_low", "_high"))}
+        record["interval"] = list(arm.optimum.interval) if arm.optimum.interval else None
+        record["ratio_interval"] = list(arm.ratio.interval) if arm.ratio and arm.ratio.interval else None
+        record["plateau"], record["add_lrs"] = list(arm.optimum.plateau), list(arm.optimum.add_lrs)
+        records.append(record)
+    return records
