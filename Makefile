@@ -1,7 +1,7 @@
 # Does LoRA match full fine-tuning? Every target sets up what it needs on first use.
 # Options:  SCALE=mini|smol|paper  CLUSTER=auto|local|slurm  DRY=1  ARGS='optim.steps=50 ...'
 .DEFAULT_GOAL := help
-.PHONY: help setup sweep-% status figures bases bases-table smol lint type test bench clean-venv
+.PHONY: help setup sweep-% status figures bases smol reference lint type test
 
 SCALE ?= mini
 CLUSTER ?= auto
@@ -33,6 +33,9 @@ status: $(READY) ## where every study stands
 
 figures: $(READY) ## redraw all figures from the store alone
 	@$(PY) -m analysis.figures --root $(ROOT)
+
+reference: $(READY) ## publish the finished lr study into analysis/reference and the README
+	@$(PY) -m analysis.figures lr --scale $(SCALE) --root $(ROOT) && $(PY) -m analysis.reference lr --scale $(SCALE) --root $(ROOT)
 
 bases: $(READY) ## train the mini base models that the repository ships (hours)
 	$(PY) -m experiments.pretrain $(ARGS)

@@ -6,7 +6,8 @@ import contextlib
 import copy
 import hashlib
 import importlib.util
-import logging
+import sys
+import tempfile
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -18,12 +19,6 @@ from transformers.utils import logging as transformers_logging
 from experiments.config import ConfigError, ModelConfig, ModelSource
 
 BASES_DIR = Path(__file__).resolve().parent / "bases"
-
-SMOLLM2_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-"""ChatML, SmolLM2's own format; its GGUF file carries the tokens but transformers drops the template."""
 
 
 def weights_digest(directory: Path) -> str:
@@ -61,14 +56,22 @@ def _convert_smollm2(config: ModelConfig, cache: Path) -> Path:
     gguf = next(Path(package.origin).parent.glob("*.gguf"), None)
     if gguf is None:
         raise ConfigError(f"model.path: no .gguf file in the {config.path!r} package; reinstall it with: make smol")
-    logging.getLogger(__name__).info("converting %s to safetensors, once", gguf.name)
-    partial = cache / f".{target.name}.partial"
+    print(f"converting {gguf.name} to safetensors, once", file=sys.stderr)
+    read = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-    tokenizer.chat_template = tokenizer.chat_template or SMOLLM2_TEMPLATE
-    model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    partial.replace(target)
+    tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"  # the GGUF file names the start of a turn instead
+    # The weights are plain fp32 by now, but the model still calls itself quantized and would not be saved.
+    plain_config = copy.deepcopy(read.config)
+    del plain_config.quantization_config
+    plain = AutoModelForCausalLM.from_config(plain_config, dtype=torch.float32)
+    plain.load_state_dict(read.state_dict())
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache, prefix=".smollm2-") as partial:
+        plain.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        with contextlib.suppress(OSError):  # another process was faster: its copy is as good
+            Path(partial).rename(target)
+            Path(partial).mkdir()
     return target
 
 

@@ -39,10 +39,10 @@ def print_plan(study: Study, root: Path, console: Console | None = None) -> None
         if state != "done":
             todo.append(point)
             total += flops
-        table.add_row(
-            point.run_id, arm_name(config.method), f"{config.optim.lr:g}", str(config.seed.init),
-            str(config.optim.steps), str(config.optim.steps * config.optim.batch_size), "-" if math.isnan(flops) else f"{flops / 1e15:.4g}", state,
-        )  # fmt: skip
+        cost = "-" if math.isnan(flops) else f"{flops / 1e15:.4g}"
+        examples = config.optim.steps * config.optim.batch_size
+        cells = (config.seed.init, config.optim.steps, examples, cost, state)
+        table.add_row(point.run_id, arm_name(config.method), f"{config.optim.lr:g}", *map(str, cells))
     console.print(table)
     for name, reason in unknown.items():
         console.print(f"cost of {name} unknown: {reason}", markup=False)

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from conftest import tiny_llama, tiny_moe
+from tiny import tiny_llama, tiny_moe
 from torch import nn
 from transformers import PreTrainedModel
 

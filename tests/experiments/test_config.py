@@ -15,16 +15,26 @@ BASE = ["method=lora", "optim.lr=1e-3", "model.revision=abc"]
 
 def test_run_id_golden() -> None:
     """Changing a default changes what old results mean: this id moves only when that is intended."""
-    config, _ = parse(["model.name=m", "model.path=p", "model.revision=r", "optim.lr=0.001", "data.name=d"])
+    config, _ = parse(
+        [
+            "model.name=m",
+            "model.path=p",
+            "model.revision=r",
+            "optim.lr=0.001",
+            "data.name=d",
+            "data.num_test=9",
+            "data.tasks=[number_sorting]",
+        ]
+    )
     assert json.dumps(canonical(config), sort_keys=True) == GOLDEN_CANONICAL
     assert run_id(config) == GOLDEN_ID
 
 
 GOLDEN_CANONICAL = (
-    '{"data": {"name": "d", "tasks": ["number_sorting"]}, "model": {"name": "m", "path": "p", "revision": "r"}, '
-    '"optim": {"lr": 0.001}}'
+    '{"data": {"name": "d", "num_test": 9, "tasks": ["number_sorting"]}, '
+    '"model": {"name": "m", "path": "p", "revision": "r"}, "optim": {"lr": 0.001}}'
 )
-GOLDEN_ID = "?"
+GOLDEN_ID = "m-d-r16-lr0.001-s0-f46b1fc9f8"
 
 
 def test_run_id_ignores_execution_and_spelling() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import tiny_tokenizer
+from tiny import tiny_tokenizer
 
 from experiments.config import ConfigError, DataConfig, DataSource
 from experiments.data import dataset

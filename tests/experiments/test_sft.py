@@ -91,7 +91,7 @@ def test_diverged_run_is_a_result(tiny_overrides: list[str]) -> None:
 
 
 def test_moe_with_lora_trains(tiny_overrides: list[str], tmp_path: Path) -> None:
-    from conftest import tiny_moe, tiny_tokenizer
+    from tiny import tiny_moe, tiny_tokenizer
 
     tiny_moe().save_pretrained(tmp_path / "moe")
     tiny_tokenizer().save_pretrained(tmp_path / "moe")
