@@ -6,6 +6,7 @@ returned as it is, a begun one goes on from its newest sound checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import time
@@ -59,7 +60,13 @@ def execute(config: RunConfig, launch: LaunchConfig, progress: Any = None) -> di
         except (sft.Interrupted, ConfigError):
             raise
         except BaseException as error:
-            writer.fail(f"{type(error).__name__}: {error}", traceback.format_exc())
+            with contextlib.suppress(store.StoreError):  # where the disk is full even this cannot be written
+                writer.fail(f"{type(error).__name__}: {error}", traceback.format_exc())
+            if store.is_disk_full(error):
+                raise store.StoreError(
+                    f"store: no space left in {root} while {run_id(config)} was written; "
+                    "free some space and run the same command again"
+                ) from error
             raise
         return writer.finish({**summary, "run_id": run_id(config), "time_unix_s": time.time(), "notes": writer.notes})
 

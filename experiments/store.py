@@ -90,6 +90,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def is_disk_full(error: BaseException | None) -> bool:
+    """Whether a library failed because no space was left; few of them say it with an OSError."""
+    said = ("No space left on device", "Disk quota exceeded", "PytorchStreamWriter failed writing", "unexpected pos")
+    while error is not None:
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(words in str(error) for words in said):
+            return True
+        error = error.__context__
+    return False
+
+
 def ensure_root(root: Path) -> Path:
     """Make the store's root and prove that it can be written, before any work is started."""
     with explained(root):
@@ -196,7 +206,7 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     return rows, []
 
 
-RESERVED = frozenset({"studies", "figures", "cache", "bases", "logs"})
+RESERVED = frozenset({"studies", "figures", "cache", "bases", "logs", "wandb"})
 """Names under the root that are not runs."""
 
 

@@ -127,6 +127,22 @@ def test_failure_is_recorded_and_resumable(tiny_overrides: list[str], monkeypatc
     assert store.read_run(run).state == "done"
 
 
+def test_disk_that_fills_up_is_one_line_and_resumable(
+    tiny_overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """safetensors and torch report a full disk as errors of their own, not as OSError."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise RuntimeError("I/O error: No space left on device (os error 28)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sft.Trainer, "_save_checkpoint", full)
+        assert main([*tiny_overrides, "launch.checkpoint_every_s=1e-6"]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: store: no space left in ") and "run the same command again" in error
+    assert main([*tiny_overrides, "launch.checkpoint_every_s=1e-6"]) == 0
+
+
 BAD: list[tuple[Callable[[Path], list[str]], str]] = [
     (lambda _: ["optim.lrr=1"], "did you mean optim.lr?"),
     (lambda _: ["method.rank=999"], "method.rank: 999 is not allowed"),
