@@ -7,9 +7,9 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
+from rich.text import Text
 
 from sweeps.grid import Point
 from sweeps.pool import Event
@@ -37,8 +37,9 @@ class Display:
         self.first_step: dict[str, int] = {}
         self.steps_ended = 0
         self.begun = time.monotonic()
+        self.stepping_since: float | None = None
         self.steps_skipped = 0  # steps that a resumed run did not have to repeat
-        self._live = Live(console=self.console, get_renderable=self._table, refresh_per_second=4, transient=True)
+        self._live = Live(console=self.console, get_renderable=self._picture, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> Display:
         if self.console.is_terminal:
@@ -58,6 +59,7 @@ class Display:
             return
         if event.kind == "step":
             self.active[run] = detail["step"]
+            self.stepping_since = self.stepping_since or time.monotonic()  # imports and data come before
             if run not in self.first_step:
                 self.first_step[run] = detail["step"] - 1
                 self.steps_skipped += detail["step"] - 1
@@ -87,21 +89,20 @@ class Display:
     def left_s(self) -> float:
         """Seconds left, from the steps per second of this launch so far (0 while nothing is known)."""
         done = self.steps_ended + sum(self.active.values())
-        rate = (done - self.steps_skipped) / max(1e-9, time.monotonic() - self.begun)
+        elapsed_s = time.monotonic() - (self.stepping_since or time.monotonic())
+        rate = (done - self.steps_skipped) / elapsed_s if elapsed_s > 0 else 0.0
         return (sum(self.steps_total.values()) - done) / rate if rate > 0 else 0.0
 
-    def _table(self) -> Table:
-        table = Table.grid(padding=(0, 2))
-        ended = sum(self.counts.values())
-        table.add_row(
-            f"done {self.num_before + self.counts['finished']}/{self.num_before + len(self.steps_total)}",
-            f"running {len(self.active)}", f"diverged {self.counts['diverged']}", f"failed {self.counts['failed']}",
-            f"elapsed {clock(time.monotonic() - self.begun)}",
-            f"left {clock(self.left_s())}" if ended or self.active else "",
-        )  # fmt: skip
-        for run, step in self.active.items():
-            table.add_row(f"  {run}", f"step {step}/{self.steps_total[run]}")
-        return table
+    def _picture(self) -> Group:
+        left_s = self.left_s()
+        head = (
+            f"done {self.num_before + self.counts['finished'] + self.counts['diverged']}"
+            f"/{self.num_before + len(self.steps_total)}   running {len(self.active)}"
+            f"   diverged {self.counts['diverged']}   failed {self.counts['failed']}"
+            f"   elapsed {clock(time.monotonic() - self.begun)}" + (f"   left {clock(left_s)}" if left_s > 0 else "")
+        )
+        runs = [Text(f"  {step:>5}/{self.steps_total[run]}  {run}") for run, step in self.active.items()]
+        return Group(Text(head, style="bold"), *runs)
 
 
 def warn(line: str) -> None:
