@@ -39,6 +39,10 @@ class StoreError(ValueError):
     """The store cannot be used as asked; the message is one line for the user."""
 
 
+class NewerStore(StoreError):
+    """The store was written by a newer version of the suite: nothing in it may be touched."""
+
+
 @dataclass(frozen=True)
 class RunRecord:
     """One run directory as found on disk.
@@ -249,7 +253,7 @@ def check_format(path: Path, document: Mapping[str, Any]) -> None:
     if not isinstance(version, int) or version < 1:
         raise StoreError(f"{path}: format: {version!r} is not a version of this suite (allowed: 1 to {FORMAT})")
     if version > FORMAT:
-        raise StoreError(
+        raise NewerStore(
             f"{path}: format: {version} was written by a newer version of this suite "
             f"(this one reads up to {FORMAT}); update, or choose another launch.root"
         )

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.config import ConfigError
-from experiments.store import StoreError, ensure_root, state_of, write_study
+from experiments.store import NewerStore, StoreError, ensure_root, state_of, write_study
 from sweeps.display import Display, warn
 from sweeps.grid import Study, known_studies, load_study
 from sweeps.plan import print_plan
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def launch(study: Study, root: Path) -> int:
     """Run what is missing of ``study`` and report; returns the exit code."""
-    states = {point.run_id: state_of(root / point.run_id) for point in study.points}
+    states = {point.run_id: _state(root / point.run_id) for point in study.points}
     todo = [point for point in study.points if states[point.run_id] != "done"]
     num_done = len(study.points) - len(todo)
     warn(f"{study.name} ({study.scale}): {len(study.points)} runs, {num_done} done already, {len(todo)} to do")
@@ -66,6 +66,16 @@ def launch(study: Study, root: Path) -> int:
     for run, detail in display.failures.items():
         warn(f"failed: {run}: {detail['cause']} (log: {detail['log']})")
     return 1 if display.failures else 0
+
+
+def _state(run: Path) -> str:
+    """State of a run; a damaged one counts as to do, where it fails with its cause and stops no other."""
+    try:
+        return state_of(run)
+    except NewerStore:
+        raise
+    except StoreError:
+        return "damaged"
 
 
 def _check_models(study: Study) -> None:

@@ -117,13 +117,20 @@ def test_two_sweeps_at_once_train_nothing_twice(study: str) -> None:
 
 def test_one_failed_run_stops_no_other(study: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = tmp_path / "runs"
-    victim = grid.load_study(study, "mini").points[5]
-    (root / victim.run_id).mkdir(parents=True)
-    (root / victim.run_id / "metrics.jsonl").mkdir()  # this run cannot write its metrics
+    points = grid.load_study(study, "mini").points
+    unwritable, torn = points[5].run_id, points[8].run_id
+    (root / unwritable / "metrics.jsonl").mkdir(parents=True)  # this run cannot write its metrics
+    (root / torn).mkdir()
+    (root / torn / "config.json").write_text("{")
     assert launch.main([study]) == 1
     error = capsys.readouterr().err
-    assert f"failed: {victim.run_id}: store: cannot use" in error and ".log" in error
-    assert len(list(root.glob("*/summary.json"))) == 11
+    assert f"failed: {unwritable}: store: cannot use" in error and ".log" in error
+    assert f"failed: {torn}: " in error and "not valid JSON" in error
+    assert len(list(root.glob("*/summary.json"))) == 10
+    config = root / torn / "config.json"
+    config.write_text('{"format": 99}')
+    assert launch.main([study]) == 2  # a newer version's store is not touched at all
+    assert "newer version" in capsys.readouterr().err and config.read_text() == '{"format": 99}'
 
 
 def test_bad_input_starts_nothing(study: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
