@@ -19,6 +19,7 @@ from experiments.store import (
     StoreError,
     check_format,
     checkpoints,
+    drift,
     explained,
     read_json,
     read_metrics,
@@ -27,8 +28,6 @@ from experiments.store import (
     write_atomic,
     write_json,
 )
-
-_MISSING = object()
 
 
 class Busy(StoreError):
@@ -41,20 +40,6 @@ def _try_lock(file: Any) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def drift(found: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Names and both values of every field in which two nested configurations differ."""
-    lines = []
-    for key in sorted({*found, *wanted}):
-        a, b = found.get(key, _MISSING), wanted.get(key, _MISSING)
-        if isinstance(a, dict) and isinstance(b, dict):
-            lines += drift(a, b, f"{prefix}{key}.")
-        elif a != b:
-            left = "absent" if a is _MISSING else repr(a)
-            right = "absent" if b is _MISSING else repr(b)
-            lines.append(f"{prefix}{key}: {left} in the store, {right} asked for")
-    return lines
 
 
 @dataclass(frozen=True)

@@ -78,8 +78,9 @@ class ModelConfig:
 class DataConfig:
     """A data set of prompts and completions. The loss counts completion tokens only.
 
-    ``num_train`` examples are drawn with ``seed`` after ``num_test`` were set aside as the split
-    named ``test`` (the same for every run of the data set); sequences are cut at ``max_tokens``.
+    ``seed`` draws (or shuffles) ``num_test + num_train`` examples; the first ``num_test`` are the split
+    named ``test``, the same for every run of this data configuration (not across ``num_train``);
+    sequences are cut at ``max_tokens``.
     """
 
     name: str = MISSING

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import importlib.metadata
 import os
 import platform
@@ -39,7 +38,7 @@ def _fixed() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
         "host": socket.gethostname(),
-        "user": getpass.getuser(),
+        "user": os.environ.get("USER") or os.getuid(),  # a container may have no name for it
         "platform": platform.platform(),
         "cpu": _cpu_name(),
         "num_cores": os.cpu_count(),

@@ -24,7 +24,7 @@ from experiments.claim import RunWriter
 from experiments.config import Dtype, LaunchConfig, RunConfig
 from experiments.data import dataset
 from experiments.losses import num_labelled, token_nll_sum
-from experiments.store import seal_checkpoint
+from experiments.store import prune_checkpoints, seal_checkpoint
 
 EVAL_TOKENS = 8192
 """Padded tokens per forward pass of an evaluation: bounds its memory, changes nothing else."""
@@ -139,6 +139,7 @@ class Recorder(TrainerCallback):
 
     def on_save(self, args, state, control, **kwargs):
         seal_checkpoint(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+        prune_checkpoints(self.writer.path)
         self._saved_at = time.monotonic()
 
     def _timed_evaluation(self) -> float:

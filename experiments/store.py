@@ -26,6 +26,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,9 @@ from typing import Any
 
 FORMAT = 1
 """Version of the layout above. A store written by a newer version is refused, never guessed at."""
+
+
+_MISSING = object()
 
 
 class StoreError(ValueError):
@@ -167,6 +171,20 @@ def state_of(path: Path) -> str:
     return read_run(path).state if (path / "config.json").exists() else "new"
 
 
+def drift(found: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Names and both values of every field in which two nested configurations differ."""
+    lines = []
+    for key in sorted({*found, *wanted}):
+        a, b = found.get(key, _MISSING), wanted.get(key, _MISSING)
+        if isinstance(a, dict) and isinstance(b, dict):
+            lines += drift(a, b, f"{prefix}{key}.")
+        elif a != b:
+            left = "absent" if a is _MISSING else repr(a)
+            right = "absent" if b is _MISSING else repr(b)
+            lines.append(f"{prefix}{key}: {left} in the store, {right} asked for")
+    return lines
+
+
 def scan(root: Path) -> tuple[list[RunRecord], list[str]]:
     """All runs of a store, sorted by id, and one line for each thing left out and why."""
     records, left_out = [], []
@@ -291,6 +309,12 @@ def step_of(checkpoint: Path) -> int:
 def checkpoints(run: Path) -> list[Path]:
     """All checkpoints of a run, sound or not, by step."""
     return sorted((run / "checkpoints").glob("checkpoint-*"), key=step_of)
+
+
+def prune_checkpoints(run: Path, keep: int = 2) -> None:
+    """Delete all but the newest ``keep`` sound checkpoints: one more than is needed, should one be damaged."""
+    for checkpoint in [c for c in checkpoints(run) if is_sound(c)][:-keep]:
+        shutil.rmtree(checkpoint)
 
 
 def unsound_checkpoints(run: Path) -> list[str]:

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.config import ConfigError
-from experiments.store import NewerStore, StoreError, ensure_root, state_of, write_study
+from experiments.config import ConfigError, encode
+from experiments.store import NewerStore, StoreError, drift, ensure_root, read_run, state_of, write_study
 from sweeps.display import Display, warn
-from sweeps.grid import Study, known_studies, load_study
+from sweeps.grid import Point, Study, known_studies, load_study
 from sweeps.plan import print_plan
 from sweeps.pool import run_all
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def launch(study: Study, root: Path) -> int:
     """Run what is missing of ``study`` and report; returns the exit code."""
-    states = {point.run_id: _state(root / point.run_id) for point in study.points}
+    states = {point.run_id: _state(root / point.run_id, point) for point in study.points}
     todo = [point for point in study.points if states[point.run_id] != "done"]
     num_done = len(study.points) - len(todo)
     warn(f"{study.name} ({study.scale}): {len(study.points)} runs, {num_done} done already, {len(todo)} to do")
@@ -68,14 +68,23 @@ def launch(study: Study, root: Path) -> int:
     return 1 if display.failures else 0
 
 
-def _state(run: Path) -> str:
-    """State of a run; a damaged one counts as to do, where it fails with its cause and stops no other."""
+def _state(run: Path, point: Point) -> str:
+    """State of a run; a damaged one counts as to do, where it fails with its cause and stops no other.
+
+    Raises StoreError if the store's run is of another configuration (a default has changed since).
+    """
     try:
-        return state_of(run)
+        if state_of(run) == "new":
+            return "new"
+        record = read_run(run)
     except NewerStore:
         raise
     except StoreError:
         return "damaged"
+    differing = drift(record.config, encode(point.config))
+    if differing:
+        raise StoreError(f"{point.run_id}: the store holds another configuration: {'; '.join(differing)}")
+    return record.state
 
 
 def _check_models(study: Study) -> None:

@@ -109,6 +109,7 @@ class _Pool:
         self.deaths: dict[str, int] = {}
         self.not_before: dict[str, float] = {}  # busy runs, by the clock
         self.workers: list[_Worker] = []
+        self.stopping = False
 
     def run(self) -> None:
         self.workers = [self._start(k) for k in range(num_workers(self.launch, len(self.waiting)))]
@@ -161,6 +162,8 @@ class _Pool:
             if kind == "busy":
                 self.not_before[run] = time.monotonic() + BUSY_PAUSE_S
                 self.waiting.append(worker.point)
+            elif kind == "stopped" and not self.stopping:  # its worker was told to end, not the sweep
+                self.waiting.appendleft(worker.point)
             worker.point = None
         self.on_event(Event(kind, run, message))
 
@@ -185,6 +188,7 @@ class _Pool:
 
     def _stop(self) -> None:
         """Ask every worker to checkpoint and end, and wait for it."""
+        self.stopping = True
         for worker in self.workers:
             if worker.process.poll() is None:
                 worker.process.terminate()

@@ -8,7 +8,20 @@ import json
 import pytest
 
 from experiments.compose import compose_fully, decode, expand, parse
-from experiments.config import ConfigError, EvalConfig, LaunchConfig, RunConfig, canonical, encode, run_id
+from experiments.config import (
+    ConfigError,
+    DataConfig,
+    EvalConfig,
+    LaunchConfig,
+    MethodConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    SeedConfig,
+    canonical,
+    encode,
+    run_id,
+)
 
 BASE = ["method=lora", "optim.lr=1e-3", "model.revision=abc"]
 
@@ -37,6 +50,27 @@ GOLDEN_CANONICAL = (
 GOLDEN_ID = "m-d-r16-lr0.001-s0-f46b1fc9f8"
 
 
+def test_defaults_golden() -> None:
+    """Ids leave defaults out, so a changed default would give old results a new meaning: pinned here, whole."""
+    sections = (DataConfig, MethodConfig, OptimConfig, EvalConfig, SeedConfig, ModelConfig)
+    found = {f"{s.__name__}.{f.name}": encode(f.default) for s in sections for f in dataclasses.fields(s)}
+    assert found == GOLDEN_DEFAULTS
+
+
+GOLDEN_DEFAULTS = {
+    "DataConfig.name": "???", "DataConfig.source": "reasoning_gym", "DataConfig.tasks": [], "DataConfig.path": "",
+    "DataConfig.revision": "", "DataConfig.num_train": 4096, "DataConfig.num_test": 256, "DataConfig.max_tokens": 256,
+    "DataConfig.seed": 0, "MethodConfig.kind": "lora", "MethodConfig.rank": 16, "MethodConfig.alpha": 32.0,
+    "MethodConfig.placement": "all", "MethodConfig.unembed": False, "OptimConfig.lr": "???",
+    "OptimConfig.batch_size": 16, "OptimConfig.steps": 100, "OptimConfig.beta1": 0.9, "OptimConfig.beta2": 0.95,
+    "OptimConfig.eps": 1e-8, "OptimConfig.weight_decay": 0.0, "OptimConfig.max_grad_norm": 0.0,
+    "OptimConfig.autocast": "float32", "EvalConfig.per_decade": 4, "EvalConfig.diverged_nats": 2.0,
+    "SeedConfig.init": 0, "SeedConfig.data": 0, "SeedConfig.sampling": 0, "ModelConfig.name": "???",
+    "ModelConfig.source": "bundled", "ModelConfig.path": "???", "ModelConfig.revision": "???",
+    "ModelConfig.weight_dtype": "float32",
+}  # fmt: skip
+
+
 def test_run_id_ignores_execution_and_spelling() -> None:
     plain, _ = parse(BASE)
     other, launch = parse(["optim.lr=0.001", "model.revision=abc", "launch.root=x", "launch.workers=1"])
@@ -44,7 +78,17 @@ def test_run_id_ignores_execution_and_spelling() -> None:
     assert launch.root == "x"
 
 
-@pytest.mark.parametrize("change", ["seed.init=1", "optim.lr=2e-3", "method.alpha=16", "model.weight_dtype=bfloat16"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "seed.init=1",
+        "seed.data=7",
+        "optim.lr=1.0001e-3",
+        "optim.beta2=0.9",
+        "method.alpha=16",
+        "model.weight_dtype=bfloat16",
+    ],
+)
 def test_run_id_moves_with_the_science(change: str) -> None:
     assert run_id(parse(BASE)[0]) != run_id(parse([*BASE, change])[0])
 

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from experiments import sft, store
+from experiments import models, sft, store
 from experiments.compose import parse
 from experiments.config import run_id
+from experiments.data import dataset
 from experiments.run import execute, main
 
 LORA, FULL = ["method=lora", "method.rank=4"], ["method=full"]
@@ -62,6 +64,74 @@ def test_resumed_run_equals_uninterrupted_bit_for_bit(
     summaries = [store.read_json(file.parent / "summary.json") for file in (first, second)]
     assert summaries[0]["metrics"] == summaries[1]["metrics"]
     assert summaries[1]["notes"] == ["resumed from step 3"]
+
+
+def test_trainer_arguments_are_the_protocol(tiny_overrides: list[str], tmp_path: Path) -> None:
+    """Constant LR, no warm-up, AdamW with the configured constants, clipping only if asked for."""
+    chosen = ["optim.lr=3e-3", "optim.beta1=0.8", "optim.beta2=0.7", "optim.eps=1e-6", "optim.weight_decay=0.1"]
+    extra = [*chosen, "optim.max_grad_norm=2", "optim.autocast=bfloat16", "launch.micro_batch_size=4"]
+    arguments = sft.trainer_arguments(*parse([*tiny_overrides, *extra]), tmp_path)
+    assert (arguments.learning_rate, arguments.lr_scheduler_type, arguments.warmup_steps) == (3e-3, "constant", 0)
+    assert (arguments.adam_beta1, arguments.adam_beta2, arguments.adam_epsilon) == (0.8, 0.7, 1e-6)
+    assert (arguments.weight_decay, arguments.max_grad_norm, arguments.bf16) == (0.1, 2.0, True)
+    assert (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps) == (4, 4)
+    assert not arguments.packing and not arguments.gradient_checkpointing
+    plain = sft.trainer_arguments(*parse(tiny_overrides), tmp_path)
+    assert (plain.weight_decay, plain.max_grad_norm, plain.bf16, plain.adam_beta2) == (0.0, 0.0, False, 0.95)
+
+
+def test_held_out_nll_is_token_weighted_over_the_test_split(
+    tiny_overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the sum over examples taken one by one, unpadded; batches are forced to be several."""
+    monkeypatch.setattr(sft, "EVAL_TOKENS", 40)
+    config, _ = parse(tiny_overrides)
+    tokenizer, model = models.load_tokenizer(config.model, tmp_path), models.load_model(config.model, tmp_path).eval()
+    total, count = 0.0, 0
+    for row in dataset.load(config.data, tokenizer).test:
+        ids, labels = (torch.tensor(row[key]) for key in ("input_ids", "labels"))
+        logprobs = torch.log_softmax(model(ids[None]).logits[0, :-1], dim=-1)
+        kept = labels[1:] != -100
+        total -= float(logprobs[kept, labels[1:][kept]].sum())
+        count += int(kept.sum())
+    assert rows_of(tiny_overrides)[0]["test/nll_nats"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_batches_are_those_of_the_seeded_order(tiny_overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+    real = sft.Trainer.compute_loss
+
+    def spy(self: Any, model: Any, inputs: dict, **kwargs: Any) -> Any:
+        seen.extend(
+            ids[mask == 1].tolist() for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+        )
+        return real(self, model, inputs, **kwargs)
+
+    monkeypatch.setattr(sft.Trainer, "compute_loss", spy)
+    config, launch = parse([*tiny_overrides, "seed.data=5"])
+    execute(config, launch)
+    train = dataset.load(config.data, models.load_tokenizer(config.model, Path(launch.root) / "cache")).train
+    assert seen == train.select(dataset.order(len(train), 8 * 16, 5))["input_ids"][:]
+
+
+@pytest.mark.parametrize(
+    ("above", "outcome", "step"), [(2.1, "diverged", 1), (1.9, "diverged", 8), (-0.1, "finished", 8)]
+)
+def test_divergence_rule(
+    tiny_overrides: list[str], monkeypatch: pytest.MonkeyPatch, above: float, outcome: str, step: int
+) -> None:
+    """Two nats above the base stop a run; ending no better than the base is divergence too."""
+    values = iter([3.0])
+    monkeypatch.setattr(sft, "held_out_nll", lambda *_: next(values, 3.0 + above))
+    summary = execute(*parse(tiny_overrides))
+    assert (summary["outcome"], summary["step"]) == (outcome, step)
+
+
+def test_only_the_newest_checkpoints_are_kept(tiny_overrides: list[str], tmp_path: Path) -> None:
+    with pytest.raises(sft.Interrupted):
+        rows_of([*tiny_overrides, "launch.checkpoint_every_s=1e-6"], stop_at(6))
+    kept = sorted(path.parent.name for path in tmp_path.glob("runs/*/checkpoints/*/SOUND.json"))
+    assert kept == ["checkpoint-5", "checkpoint-6"]
 
 
 def test_arms_of_one_seed_see_the_same_batches(tiny_overrides: list[str]) -> None:
@@ -124,7 +194,7 @@ def test_failure_is_recorded_and_resumable(tiny_overrides: list[str], monkeypatc
     assert store.read_run(run).state == "failed"
     assert "the grader fell over" in store.read_json(run / "failure.json")["cause"]
     execute(config, launch)
-    assert store.read_run(run).state == "done"
+    assert store.read_run(run).state == "done" and not (run / "failure.json").exists()
 
 
 def test_disk_that_fills_up_is_one_line_and_resumable(

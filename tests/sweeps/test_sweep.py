@@ -127,6 +127,11 @@ def test_one_failed_run_stops_no_other(study: str, tmp_path: Path, capsys: pytes
     assert f"failed: {unwritable}: store: cannot use" in error and ".log" in error
     assert f"failed: {torn}: " in error and "not valid JSON" in error
     assert len(list(root.glob("*/summary.json"))) == 10
+    other = root / points[0].run_id / "config.json"
+    other.write_text(other.read_text().replace('"beta2": 0.95', '"beta2": 0.5'))  # as if a default had changed
+    assert launch.main([study]) == 2
+    assert "optim.beta2: 0.5 in the store, 0.95 asked for" in capsys.readouterr().err
+    other.write_text(other.read_text().replace('"beta2": 0.5', '"beta2": 0.95'))
     config = root / torn / "config.json"
     config.write_text('{"format": 99}')
     assert launch.main([study]) == 2  # a newer version's store is not touched at all
