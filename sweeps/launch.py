@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.config import ConfigError, encode
+from experiments.config import ConfigError, DataSource, encode
 from experiments.store import NewerStore, StoreError, drift, ensure_root, read_run, state_of, write_study
 from sweeps.display import Display, warn
 from sweeps.grid import Point, Study, known_studies, load_study
@@ -88,11 +88,17 @@ def _state(run: Path, point: Point) -> str:
 
 
 def _check_models(study: Study) -> None:
-    """Refuse impossible runs before any is started: one check for each model and method."""
+    """Refuse impossible runs and unusable data before any run is started."""
+    from experiments import models
+    from experiments.data import dataset
     from experiments.run import check  # imports torch, so only when something is to be trained
 
     for point in {(p.config.model, p.config.method, p.config.optim.batch_size): p for p in study.points}.values():
         check(point.config, study.launch)
+    for point in {(p.config.model, p.config.data): p for p in study.points}.values():
+        if point.config.data.source is not DataSource.hub:  # a hub data set is read where it is trained on
+            tokenizer = models.load_tokenizer(point.config.model, Path(study.launch.root) / "cache")
+            dataset.load(point.config.data, tokenizer)
 
 
 def _check_cluster(cluster: str) -> None:

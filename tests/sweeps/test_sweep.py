@@ -143,6 +143,7 @@ def test_bad_input_starts_nothing(study: str, tmp_path: Path, capsys: pytest.Cap
         (["optim.lr=0"], "optim.lr: 0.0 is not allowed"),
         (["model.path=/nowhere"], "model.path: '/nowhere' cannot be loaded"),
         (["optim.lrr=1"], "did you mean optim.lr?"),
+        (["data.path=/nowhere"], "data.path: '/nowhere' cannot be read"),
         (["--cluster", "moon"], "cluster: 'moon' is not allowed"),
         (["--scale", "huge"], "scale: 'huge' is not allowed"),
     ):
