@@ -168,3 +168,29 @@ def init_hash(model: nn.Module) -> str:
 def is_adapted(model: nn.Module) -> bool:
     """Whether ``attach`` put adapters on the model (as opposed to full fine-tuning)."""
     return isinstance(model, PeftModel)
+
+
+@torch.no_grad()
+def spectral_norms(model: nn.Module) -> dict[str, float]:
+    """Largest singular values of the factors A and B over the adapted dense matrices (claim C22).
+
+    Returns the median over matrices of ||A||, of ||B|| and the share of matrices with ||B|| > ||A||;
+    nothing for full fine-tuning, nor where a factor is not finite. Stacked experts are left out. ||M||
+    is the root of the largest eigenvalue of the R x R Gram matrix, in float64: cheap at any width.
+    """
+    norms: dict[str, list[float]] = {"A": [], "B": []}
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name and parameter.requires_grad and ".experts." not in name:
+            factor = parameter.double()
+            gram_RR = factor @ factor.T if ".lora_A." in name else factor.T @ factor
+            if not gram_RR.isfinite().all():
+                return {}
+            norms["A" if ".lora_A." in name else "B"].append(float(torch.linalg.eigvalsh(gram_RR)[-1].clamp(min=0)))
+    if not norms["A"]:
+        return {}
+    a, b = (torch.tensor(norms[factor]).sqrt() for factor in "AB")
+    return {
+        "adapter/norm_a_median": float(a.median()),
+        "adapter/norm_b_median": float(b.median()),
+        "adapter/frac_b_larger": float((b > a).double().mean()),
+    }

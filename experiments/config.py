@@ -38,6 +38,7 @@ class DataSource(enum.Enum):
     reasoning_gym = "reasoning_gym"
     jsonl = "jsonl"
     hub = "hub"
+    facts = "facts"  # random associations of exactly known information (experiments/data/facts.py)
 
 
 class MethodKind(enum.Enum):
@@ -78,9 +79,10 @@ class ModelConfig:
 class DataConfig:
     """A data set of prompts and completions. The loss counts completion tokens only.
 
-    ``seed`` draws (or shuffles) ``num_test + num_train`` examples; the first ``num_test`` are the split
-    named ``test``, the same for every run of this data configuration (not across ``num_train``);
-    sequences are cut at ``max_tokens``.
+    ``seed`` draws (or shuffles) the examples. The split named ``test`` is drawn apart from the training
+    examples: it is the same whatever ``num_train`` is, and shares no prompt with them. Sequences are
+    cut at ``max_tokens``. Facts carry ``bits_per_fact`` each; to test them is to ask for the facts
+    trained on, so their ``test`` split is the first ``num_test`` of those.
     """
 
     name: str = MISSING
@@ -92,12 +94,20 @@ class DataConfig:
     num_test: int = 256
     max_tokens: int = 256
     seed: int = 0
+    bits_per_fact: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tasks", tuple(self.tasks))  # Hydra hands over a list
         for name in ("num_train", "num_test", "max_tokens"):
             _positive(f"data.{name}", getattr(self, name))
-        if self.source is DataSource.reasoning_gym:
+        bits, is_facts = self.bits_per_fact, self.source is DataSource.facts
+        allowed = bits > 0 and bits % 4 == 0 if is_facts else bits == 0
+        wanted = "a positive multiple of 4 (four bits a letter)" if is_facts else "0 unless data.source=facts"
+        _require(allowed, "data.bits_per_fact", bits, wanted)
+        if is_facts:
+            _require(self.num_test <= self.num_train, "data.num_test", self.num_test,
+                     f"facts are tested on what was trained on: at most data.num_train ({self.num_train})")  # fmt: skip
+        elif self.source is DataSource.reasoning_gym:
             _require(len(self.tasks) > 0, "data.tasks", self.tasks, "name at least one reasoning-gym task")
         else:
             _require(bool(self.path), "data.path", self.path, "name the file or the hub data set")
@@ -165,7 +175,8 @@ class EvalConfig:
     """Held-out evaluation on a fixed grid of steps, so that short runs are read off long ones.
 
     The grid is 0, then ``per_decade`` log-spaced steps per factor of ten, then the last step. A run
-    has diverged when a loss is not finite or the held-out NLL exceeds ``diverged_nats`` above step 0.
+    has diverged when a loss is not finite, when the held-out NLL exceeds ``diverged_nats`` above that
+    of step 0 at any evaluation, or when it ends no better than it began.
     """
 
     per_decade: int = 4
@@ -238,6 +249,10 @@ class LaunchConfig:
 
 # ---------------------------------------------------------------- identity
 
+PROTOCOL = 2
+"""Raised when the same configuration comes to mean other numbers; that moves every run id. 2: the
+held-out split is drawn apart from the training examples."""
+
 
 def encode(value: Any) -> Any:
     """One canonical JSON form of a configuration value. Raises ConfigError for what it does not know."""
@@ -275,7 +290,8 @@ def canonical(config: RunConfig) -> dict[str, Any]:
 
 def run_id(config: RunConfig) -> str:
     """``<model>-<data>-<arm>-lr<lr>-s<seed>-<10 hex digits of SHA-256>``: readable and unique."""
-    text = json.dumps(canonical(config), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    identity = {"protocol": PROTOCOL, **canonical(config)}
+    text = json.dumps(identity, sort_keys=True, separators=(",", ":"), allow_nan=False)
     digest = hashlib.sha256(text.encode()).hexdigest()[:10]
     slug = (
         f"{config.model.name}-{config.data.name}-{arm_name(config.method)}-lr{config.optim.lr:.3g}-s{config.seed.init}"

@@ -57,6 +57,7 @@ class Trainer(SFTTrainer):
         if hidden:
             del model.get_output_embeddings
         self.batch_nll_sum = 0.0
+        self.batch_num_tokens = 0
 
     def compute_loss(
         self,
@@ -70,6 +71,7 @@ class Trainer(SFTTrainer):
         nll_sum = token_nll_sum(logits, inputs["labels"])
         num_tokens = num_labelled(inputs["labels"]) if num_items_in_batch is None else num_items_in_batch
         self.batch_nll_sum += nll_sum.item() / float(num_tokens)
+        self.batch_num_tokens += int(num_labelled(inputs["labels"]))
         return nll_sum / num_tokens
 
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
@@ -93,9 +95,11 @@ class Recorder(TrainerCallback):
         writer: RunWriter,
         progress: Progress,
         evaluate: Callable[[], float],
+        measure: Callable[[], dict[str, float]],
     ) -> None:
         self.grid = set(config.eval.grid(config.optim.steps))
-        self.config, self.launch, self.writer, self.progress, self.evaluate = config, launch, writer, progress, evaluate
+        self.config, self.launch, self.writer, self.progress = config, launch, writer, progress
+        self.evaluate, self.measure = evaluate, measure
         self.trainer: Trainer
         self.base_nll = math.nan
         self.last_nll = math.nan
@@ -115,14 +119,14 @@ class Recorder(TrainerCallback):
         self.base_nll, self.last_nll = losses[0], losses[-1]
 
     def on_step_end(self, args, state, control, **kwargs):
-        step, train_nll = state.global_step, self.trainer.batch_nll_sum
-        self.trainer.batch_nll_sum = 0.0
-        row: dict[str, Any] = {"step": step, "train/nll_nats": _finite(train_nll)}
+        step, train_nll, num_tokens = state.global_step, self.trainer.batch_nll_sum, self.trainer.batch_num_tokens
+        self.trainer.batch_nll_sum, self.trainer.batch_num_tokens = 0.0, 0
+        row: dict[str, Any] = {"step": step, "train/nll_nats": _finite(train_nll), "train/num_tokens": num_tokens}
         if not math.isfinite(train_nll):
             self.outcome = "diverged"
         elif step in self.grid:
             self.last_nll = self._timed_evaluation()
-            row["test/nll_nats"] = _finite(self.last_nll)
+            row |= {"test/nll_nats": _finite(self.last_nll), **self.measure()}
             limit = self.base_nll + self.config.eval.diverged_nats
             if not self.last_nll <= limit:
                 self.outcome = "diverged"
@@ -167,7 +171,14 @@ def train(config: RunConfig, launch: LaunchConfig, writer: RunWriter, progress: 
     order = dataset.order(len(data.train), config.optim.batch_size * config.optim.steps, config.seed.data)
     test_batches = eval_batches(data.test, tokenizer)
 
-    recorder = Recorder(config, launch, writer, progress, lambda: held_out_nll(model, test_batches, config))
+    recorder = Recorder(
+        config,
+        launch,
+        writer,
+        progress,
+        evaluate=lambda: held_out_nll(model, test_batches, config),
+        measure=lambda: adapters.spectral_norms(model),
+    )
     trainer = Trainer(
         model=model,
         args=trainer_arguments(config, launch, writer.path / "checkpoints"),
@@ -190,12 +201,18 @@ def train(config: RunConfig, launch: LaunchConfig, writer: RunWriter, progress: 
     return {
         "outcome": recorder.outcome,
         "step": trainer.state.global_step,
-        "metrics": {"test/nll_nats": _finite(recorder.last_nll), "test/nll_base_nats": recorder.base_nll},
+        "metrics": {
+            "test/nll_nats": _finite(recorder.last_nll),
+            "test/nll_base_nats": recorder.base_nll,
+            "test/num_tokens": sum(int(num_labelled(labels)) for _, labels, _ in test_batches),
+            **adapters.spectral_norms(model),
+        },
         "init_hash": initial,
         "model_commit": getattr(model.config, "_commit_hash", None),  # what a hub revision resolved to
         "num_trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "num_cut": data.num_cut,
         "num_dropped": data.num_dropped,
+        "num_duplicates": data.num_duplicates,
         "time": {"total_s": time.monotonic() - begun, "eval_s": recorder.eval_s},
     }
 

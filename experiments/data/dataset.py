@@ -13,6 +13,7 @@ from datasets import Dataset, load_dataset
 from transformers import PreTrainedTokenizerBase
 
 from experiments.config import ConfigError, DataConfig, DataSource
+from experiments.data.facts import make_facts
 from experiments.data.tasks import generate_mixture
 from experiments.losses import IGNORED
 
@@ -20,6 +21,9 @@ Turns = list[dict[str, str]]
 """A conversation: role and content of each turn."""
 Pair = tuple[str | Turns, str]
 """What is given (a user's prompt, or all turns so far) and the assistant's completion of it."""
+
+DRAWS = 4
+TEST_STREAM = 500  # far from the training draws' numbers 0 to DRAWS - 1
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class TokenizedData:
     test: Dataset
     num_cut: int  # examples shortened to max_tokens
     num_dropped: int  # examples of which no completion token was left
+    num_duplicates: int = 0  # rows of a file left out: repeated, or with a prompt of the test split
 
 
 def load(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> TokenizedData:
@@ -42,14 +47,14 @@ def load(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> TokenizedDat
 
 @lru_cache(maxsize=4)
 def _load(config: DataConfig, tokenizer: PreTrainedTokenizerBase, _name: str) -> TokenizedData:
-    pairs = _read(config)
+    train, test, num_duplicates = _split(config)
     wanted = config.num_train + config.num_test
-    if len(pairs) < wanted:
+    if len(train) < config.num_train or len(test) < config.num_test:
         raise ConfigError(
-            f"data.num_train: {config.num_train} and data.num_test {config.num_test} need {wanted} examples; "
-            f"{config.name} has {len(pairs)}"
+            f"data.num_train: {config.num_train} and data.num_test {config.num_test} need {wanted} distinct examples; "
+            f"{config.name} has {len(train) + len(test)}"
         )
-    test, train = pairs[: config.num_test], pairs[config.num_test : wanted]
+    train = train[: config.num_train]
     train_rows, test_rows = ([encode(tokenizer, p, c, config.max_tokens) for p, c in part] for part in (train, test))
     num_cut = sum(row["cut"] for row in train_rows + test_rows)
     kept_train, kept_test = (
@@ -59,28 +64,36 @@ def _load(config: DataConfig, tokenizer: PreTrainedTokenizerBase, _name: str) ->
     dropped = wanted - len(kept_train) - len(kept_test)
     if not kept_test or not kept_train:
         raise ConfigError(f"data.max_tokens: {config.max_tokens} leaves no completion token; raise it")
-    return TokenizedData(Dataset.from_list(kept_train), Dataset.from_list(kept_test), num_cut, dropped)
+    return TokenizedData(Dataset.from_list(kept_train), Dataset.from_list(kept_test), num_cut, dropped, num_duplicates)
 
 
-def _read(config: DataConfig) -> list[Pair]:
-    """All examples, held-out split first. Procedural data is drawn; files are shuffled by data.seed."""
-    wanted = config.num_train + config.num_test
+def _split(config: DataConfig) -> tuple[list[Pair], list[Pair], int]:
+    """(training examples, held-out examples, number of rows left out); the second never depends on num_train."""
+    if config.source is DataSource.facts:
+        facts = make_facts(config.num_train, config.bits_per_fact, config.seed)
+        return list(facts), list(facts[: config.num_test]), 0
     if config.source is DataSource.reasoning_gym:
-        return _procedural(config, wanted)
-    pairs = list(_jsonl(Path(config.path)) if config.source is DataSource.jsonl else _hub(config))
-    order = np.random.default_rng(config.seed).permutation(len(pairs))
-    return [pairs[i] for i in order]
+        test = _draw(config, config.num_test, frozenset(), TEST_STREAM)
+        return _draw(config, config.num_train, frozenset(prompt for prompt, _ in test), 0), test, 0
+    rows = list(_jsonl(Path(config.path)) if config.source is DataSource.jsonl else _hub(config))
+    distinct = list({json.dumps(row): row for row in rows}.values())
+    order = np.random.default_rng(config.seed).permutation(len(distinct))
+    shuffled = [distinct[i] for i in order]
+    test, rest = shuffled[: config.num_test], shuffled[config.num_test :]
+    asked = {json.dumps(prompt) for prompt, _ in test}
+    train = [row for row in rest if json.dumps(row[0]) not in asked]
+    return train, test, len(rows) - len(test) - len(train)
 
 
-def _procedural(config: DataConfig, wanted: int) -> list[Pair]:
-    """Distinct examples, so that no held-out prompt is trained on; small tasks may run out of them."""
+def _draw(config: DataConfig, wanted: int, excluded: frozenset[str | Turns], stream: int) -> list[Pair]:
+    """Distinct procedural examples, none with an excluded prompt; small tasks may run out of them."""
     unique: dict[Pair, None] = {}
-    for attempt in range(4):  # a seed's draw repeats some examples: top it up from the next ones
+    for attempt in range(DRAWS):  # a draw repeats some examples: top it up from the next ones
         try:
-            examples = generate_mixture(config.tasks, wanted, 1000 * config.seed + attempt)
+            examples = generate_mixture(config.tasks, wanted, 1000 * config.seed + stream + attempt)
         except ValueError as error:
             raise ConfigError(f"data.tasks: {error}") from None
-        unique |= {(e.prompt, e.completion): None for e in examples}
+        unique |= {(e.prompt, e.completion): None for e in examples if e.prompt not in excluded}
         if len(unique) >= wanted:
             break
     return list(unique)[:wanted]

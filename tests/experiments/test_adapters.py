@@ -140,3 +140,21 @@ def test_foreign_trainable_parameter_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(adapters, "get_peft_model", leaky)
     with pytest.raises(ConfigError, match=r"unexpected: [^;]*norm\.weight"):
         adapters.attach(tiny_llama(), lora(), SeedConfig())
+
+
+def test_spectral_norms_are_those_of_the_factors() -> None:
+    adapted = adapters.attach(tiny_llama(), lora(4, unembed=True), SeedConfig())
+    assert adapters.spectral_norms(adapted)["adapter/frac_b_larger"] == 0  # B is zero
+    perturb(adapted)
+    a, b = (
+        [float(torch.linalg.svdvals(p.double())[0]) for n, p in adapted.named_parameters() if f"lora_{half}." in n]
+        for half in "AB"
+    )
+    found = adapters.spectral_norms(adapted)
+    assert found["adapter/norm_a_median"] == pytest.approx(float(torch.tensor(a).median()))
+    assert found["adapter/norm_b_median"] == pytest.approx(float(torch.tensor(b).median()))
+    some = [p for n, p in adapted.named_parameters() if "lora_B." in n][:5]
+    for parameter in some:
+        parameter.data.mul_(100)
+    assert adapters.spectral_norms(adapted)["adapter/frac_b_larger"] == pytest.approx(5 / len(a))
+    assert adapters.spectral_norms(tiny_llama()) == {}

@@ -36,6 +36,7 @@ def test_run_id_golden() -> None:
             "optim.lr=0.001",
             "data.name=d",
             "data.num_test=9",
+            "data.num_train=4096",
             "data.tasks=[number_sorting]",
         ]
     )
@@ -47,7 +48,7 @@ GOLDEN_CANONICAL = (
     '{"data": {"name": "d", "num_test": 9, "tasks": ["number_sorting"]}, '
     '"model": {"name": "m", "path": "p", "revision": "r"}, "optim": {"lr": 0.001}}'
 )
-GOLDEN_ID = "m-d-r16-lr0.001-s0-f46b1fc9f8"
+GOLDEN_ID = "m-d-r16-lr0.001-s0-6c1d89ba4a"
 
 
 def test_defaults_golden() -> None:
@@ -60,7 +61,8 @@ def test_defaults_golden() -> None:
 GOLDEN_DEFAULTS = {
     "DataConfig.name": "???", "DataConfig.source": "reasoning_gym", "DataConfig.tasks": [], "DataConfig.path": "",
     "DataConfig.revision": "", "DataConfig.num_train": 4096, "DataConfig.num_test": 256, "DataConfig.max_tokens": 256,
-    "DataConfig.seed": 0, "MethodConfig.kind": "lora", "MethodConfig.rank": 16, "MethodConfig.alpha": 32.0,
+    "DataConfig.seed": 0, "DataConfig.bits_per_fact": 0,
+    "MethodConfig.kind": "lora", "MethodConfig.rank": 16, "MethodConfig.alpha": 32.0,
     "MethodConfig.placement": "all", "MethodConfig.unembed": False, "OptimConfig.lr": "???",
     "OptimConfig.batch_size": 16, "OptimConfig.steps": 100, "OptimConfig.beta1": 0.9, "OptimConfig.beta2": 0.95,
     "OptimConfig.eps": 1e-8, "OptimConfig.weight_decay": 0.0, "OptimConfig.max_grad_norm": 0.0,

@@ -17,6 +17,7 @@ from experiments import models, sft, store
 from experiments.compose import parse
 from experiments.config import run_id
 from experiments.data import dataset
+from experiments.losses import IGNORED
 from experiments.run import execute, main
 
 LORA, FULL = ["method=lora", "method.rank=4"], ["method=full"]
@@ -39,6 +40,19 @@ def test_micro_batches_change_no_loss(tiny_overrides: list[str], tmp_path: Path,
     split = losses(rows_of([*tiny_overrides, *method, "launch.micro_batch_size=4", f"launch.root={tmp_path / 'b'}"]))
     assert len(whole) > 8 and whole[0] != whole[-1]
     assert split == pytest.approx(whole, rel=1e-6)
+
+
+def test_rows_count_completion_tokens_and_measure_the_adapter(tiny_overrides: list[str], tmp_path: Path) -> None:
+    split = [*tiny_overrides, *LORA, "launch.micro_batch_size=4", f"launch.root={tmp_path / 'b'}"]
+    config, _ = parse([*tiny_overrides, *LORA])
+    data = dataset.load(config.data, models.load_tokenizer(config.model, tmp_path))
+    order = dataset.order(len(data.train), config.optim.batch_size * config.optim.steps, config.seed.data)
+    first = [data.train[int(i)]["labels"] for i in order[: config.optim.batch_size]]
+    by_hand = sum(label != IGNORED for labels in first for label in labels)
+    for rows in (rows_of([*tiny_overrides, *LORA]), rows_of(split)):
+        assert rows[1]["train/num_tokens"] == by_hand
+        assert rows[1]["adapter/norm_b_median"] > 0 and rows[1]["adapter/frac_b_larger"] == 0
+    assert not any(key.startswith("adapter/") for row in rows_of([*tiny_overrides, *FULL]) for key in row)
 
 
 def stop_at(step: int) -> sft.Progress:
