@@ -15,7 +15,8 @@ from analysis.optimum import Optimum, Ratio, estimate, ratio
 VALUE = "test/nll_nats"
 FULL = "full"
 
-_NOT_A_PANEL = ("config.method.", "config.optim.lr", "config.seed.", "config.model.", "config.data.", "config.eval.")
+_NOT_A_PANEL = ("config.method.", "config.optim.lr", "config.seed.")  # the arm, its LR, its repeats
+_PANEL_ORDER = ("config.model.name", "config.data.name", "config.optim.batch_size", "config.optim.steps")
 
 
 @dataclass(frozen=True)
@@ -34,28 +35,36 @@ def label_arms(table: pd.DataFrame, value: str = VALUE) -> pd.DataFrame:
     """The finished runs of ``load``'s table with the columns ``panel, arm, rank, lr, seed, value`` added.
 
     ``arm`` is full, r1, r4-mlp ...; ``rank`` 0 for full; ``value`` is the metric named, NaN where the
-    run diverged; ``seed`` joins the three seeds; ``panel`` says in what else runs differ ("" if in
-    nothing): arms are compared within a panel only.
+    run diverged; ``seed`` joins the three seeds; ``panel`` says in what else the runs of the table
+    differ ("" if in nothing): arms are compared within a panel only.
     Raises: ValueError if no run has the metric.
     """
-    done = table[table["state"] == "done"].copy()
+    labelled = label_points(table)
+    done = labelled[labelled["state"] == "done"].reset_index(drop=True)
     column = f"metric.{value}"
     if len(done) and column not in done:
         known = ", ".join(c.removeprefix("metric.") for c in _columns(done, "metric."))
         raise ValueError(f"value: {value!r} is not a metric of these runs; allowed: {known}")
     if done.empty:
-        return done.assign(panel="", arm="", rank=0, lr=np.nan, seed="", value=np.nan)
-    full = done["config.method.kind"] == "full"
-    done["rank"] = done["config.method.rank"].where(~full, 0).astype(int)
-    done["arm"] = [FULL if f else _lora_name(row) for f, (_, row) in zip(full, done.iterrows(), strict=True)]
-    done["lr"] = done["config.optim.lr"].astype(float)
-    seeds = _columns(done, "config.seed.")
-    done["seed"] = done[seeds].astype(str).agg("/".join, axis=1)
+        return done.assign(value=np.nan)
     done["value"] = pd.to_numeric(done[column], errors="coerce").where(done["outcome"] == "finished")
-    done["panel"] = _panels(done)
-    done["order"] = done["panel"].map(_natural)  # mini-w64 before mini-w128
-    done = done.sort_values(["order", "rank", "arm", "lr", "seed"], kind="stable")
-    return done.drop(columns="order").reset_index(drop=True)
+    return done
+
+
+def label_points(table: pd.DataFrame) -> pd.DataFrame:
+    """Every row whose configuration is known, finished or not, with ``panel, arm, rank, lr, seed`` added."""
+    if "config.method.kind" not in table:
+        return table.iloc[:0].assign(panel="", arm="", rank=0, lr=np.nan, seed="")
+    points = table[table["config.method.kind"].notna()].copy()
+    full = points["config.method.kind"] == "full"
+    points["rank"] = points["config.method.rank"].where(~full, 0).astype(int)
+    points["arm"] = [FULL if f else _lora_name(row) for f, (_, row) in zip(full, points.iterrows(), strict=True)]
+    points["lr"] = points["config.optim.lr"].astype(float)
+    points["seed"] = points[_columns(points, "config.seed.")].astype(int).astype(str).agg("/".join, axis=1)
+    points["panel"] = _panels(points)
+    points["order"] = points["panel"].map(_natural)  # mini-w64 before mini-w128
+    points = points.sort_values(["order", "rank", "arm", "lr", "seed"], kind="stable")
+    return points.drop(columns="order").reset_index(drop=True)
 
 
 def _natural(text: str) -> str:
@@ -71,15 +80,23 @@ def _lora_name(row: pd.Series) -> str:
     return name + ("-unembed" if row["config.method.unembed"] else "")
 
 
-def _panels(done: pd.DataFrame) -> list[str]:
-    varying = [c for c in ("config.model.name", "config.data.name") if c in done and done[c].nunique() > 1]
-    rest = [c for c in _columns(done, "config.") if not c.startswith(_NOT_A_PANEL)]
-    rest += [c for c in ("config.model.weight_dtype", "config.data.num_train") if c in done]
-    named = [c for c in rest if done[c].nunique(dropna=False) > 1]
+def _panels(points: pd.DataFrame) -> list[str]:
+    """Name the settings in which runs differ; what another named setting determines (a model's path by its
+    name, the steps by the batch size at equal examples) is not repeated."""
+    columns = [c for c in _columns(points, "config.") if not c.startswith(_NOT_A_PANEL)]
+    named: list[str] = []
+    for column in sorted(columns, key=lambda c: _PANEL_ORDER.index(c) if c in _PANEL_ORDER else len(_PANEL_ORDER)):
+        groups = points.groupby(named, dropna=False)[column] if named else points[column]
+        if np.max(groups.nunique(dropna=False)) > 1:
+            named.append(column)
     return [
-        ", ".join([*(str(row[c]) for c in varying), *(f"{c.rpartition('.')[2]} {row[c]}" for c in named)])
-        for _, row in done.iterrows()
+        ", ".join(str(row[c]) if c.endswith(".name") else f"{c.rpartition('.')[2]} {_number(row[c])}" for c in named)
+        for _, row in points.iterrows()
     ]
+
+
+def _number(value: object) -> object:
+    return f"{value:g}" if isinstance(value, float) else value  # 16.0 where a column has a missing entry
 
 
 def _columns(table: pd.DataFrame, prefix: str) -> list[str]:

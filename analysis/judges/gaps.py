@@ -1,0 +1,270 @@
+"""Gaps between arms: C11 to C13 (batch size), C14 to C16 (placement), C8 (capacity), C22 (norms)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from analysis.arms import FULL
+from analysis.inference import Decision, Estimate, equivalent, greater, slope
+from analysis.judges.common import (
+    Finding,
+    TooLittle,
+    at_best_lr,
+    both,
+    gap,
+    grid_of,
+    lora_arms,
+    seed_sd,
+    seeds_text,
+)
+from analysis.results import StudyRuns
+
+NATS_PER_BIT = math.log(2.0)
+
+
+# ---------------------------------------------------------------- batch size
+
+
+def batch_gaps(study: StudyRuns) -> pd.DataFrame:
+    """LoRA - full per batch size, LoRA arm and seed, each at its best LR: ``batch, arm, rank, seed, gap``."""
+    rows = []
+    for batch in sorted(study.runs["config.optim.batch_size"].unique()):
+        runs = study.runs[study.runs["config.optim.batch_size"] == batch]
+        full = at_best_lr(runs, FULL)
+        for arm in lora_arms(runs):
+            values = at_best_lr(runs, arm)
+            rank = int(runs.loc[runs["arm"] == arm, "rank"].iloc[0])
+            for seed in values.index.intersection(full.index):
+                rows.append(
+                    {"batch": int(batch), "arm": arm, "rank": rank, "seed": seed, "gap": values[seed] - full[seed]}
+                )
+    table = pd.DataFrame(rows)
+    if table.empty or table["batch"].nunique() < 3:
+        raise TooLittle("needs three batch sizes")
+    return table
+
+
+def _batch_slope(table: pd.DataFrame) -> Estimate:
+    return slope(np.log(table["batch"].to_numpy(float)), table["gap"].to_numpy(), groups=table["seed"].tolist())
+
+
+def batch_penalty_grows(study: StudyRuns) -> Finding:
+    """C11: the gap to full fine-tuning rises with batch size, at every rank."""
+    table = batch_gaps(study)
+    parts: list[Decision] = []
+    texts, last = [], None
+    for arm, inside in table.groupby("arm", sort=False):
+        last = _batch_slope(inside)
+        parts.append(greater(last))
+        low, high = last.interval()
+        means = ", ".join(f"{m:+.3f} at {b}" for b, m in inside.groupby("batch")["gap"].mean().items())
+        texts.append(f"{arm}: {last.value:+.4f} [{low:.4f}, {high:.4f}] per factor e ({means})")
+    decision = both(*parts)
+    assert last is not None
+    return Finding(decision, "; ".join(texts), "slope of the gap in nats on log batch size, paired by seed, one-sided",
+                   seeds_text(study.runs), last.value, last.interval(),
+                   "more seeds or a wider range of batch sizes" if decision == "undecided" else "")  # fmt: skip
+
+
+def penalty_is_free_of_rank(study: StudyRuns) -> Finding:
+    """C12: the slopes of two ranks a decade apart are equal within the margin."""
+    table = batch_gaps(study)
+    arms = list(dict.fromkeys(table.sort_values("rank")["arm"]))
+    if len(arms) < 2:
+        raise TooLittle("needs two ranks")
+    wide = table.pivot_table(index=["seed", "batch"], columns="arm", values="gap").dropna().reset_index()
+    difference = wide[arms[-1]] - wide[arms[0]]
+    found = slope(np.log(wide["batch"].to_numpy(float)), difference.to_numpy(), groups=wide["seed"].tolist())
+    noise = seed_sd(study.runs[study.runs["panel"] == study.runs["panel"].iloc[0]], [arms[0], arms[-1]])
+    margin = float(study.settings["slope_margin"]["seed_sd"]) * noise / math.log(4)
+    decision = equivalent(found, margin) if margin > 0 else "undecided"
+    low, high = found.interval()
+    text = f"{arms[-1]} - {arms[0]}: {found.value:+.4f} [{low:.4f}, {high:.4f}] per factor e in batch size"
+    rule = study.settings["slope_margin"]["seed_sd"]
+    why = f"difference of slopes, margin {margin:.4f} ({rule:g} seed SDs per factor 4)"
+    return Finding(decision, text, why, seeds_text(study.runs), found.value, (low, high),
+                   "more seeds" if decision == "undecided" else "")  # fmt: skip
+
+
+def small_batches_are_best(study: StudyRuns) -> Finding:
+    """C13: at equal examples both methods end lowest at the smallest batch size."""
+    runs = study.runs
+    batches = sorted(runs["config.optim.batch_size"].unique())
+    if len(batches) < 2:
+        raise TooLittle("needs two batch sizes")
+    parts: list[Decision] = []
+    texts = []
+    for arm in [FULL, *lora_arms(runs)]:
+        series = {b: at_best_lr(runs[runs["config.optim.batch_size"] == b], arm) for b in batches}
+        first = series[batches[0]]
+        rest = min(batches[1:], key=lambda b: float(series[b].mean()))
+        shared = first.index.intersection(series[rest].index)
+        difference = series[rest][shared] - first[shared]
+        count = len(difference)
+        se = float(difference.std(ddof=1)) / math.sqrt(count) if count > 1 else math.nan
+        parts.append(greater(Estimate(float(difference.mean()), se, count - 1)))
+        texts.append(f"{arm}: {difference.mean():+.3f} at {rest} against {batches[0]}")
+    decision = both(*parts)
+    return Finding(decision, "; ".join(texts), "best other batch size minus the smallest, paired by seed, one-sided",
+                   seeds_text(runs), needs="more seeds" if decision == "undecided" else "")  # fmt: skip
+
+
+# ---------------------------------------------------------------- placement
+
+
+def matched(runs: pd.DataFrame, placement: str, target: float | None, unembed: bool) -> str:
+    """The arm of a placement whose adapted matrices (unembedding apart) come nearest to ``target`` parameters;
+    without a target the one of lowest rank."""
+    chosen = runs[(runs["config.method.placement"] == placement) & (runs["config.method.unembed"] == unembed)]
+    if chosen.empty:
+        raise TooLittle(f"no {placement} arm {'with' if unembed else 'without'} the unembedding")
+    counts = chosen.groupby("arm")[["metric.num_trainable", "rank"]].first()
+    if target is None:
+        return str(counts["rank"].idxmin())
+    return str((counts["metric.num_trainable"] - target).abs().idxmin())
+
+
+def _placement(study: StudyRuns, panel: str, unembed: bool) -> tuple[pd.DataFrame, str, str, str, str]:
+    """(runs, attn and mlp at equal parameters, all at the mlp's rank, all at equal parameters)."""
+    runs = study.runs[study.runs["config.model.name"] == panel]
+    mlp = matched(runs, "mlp", None, unembed)
+    target = float(runs.loc[runs["arm"] == mlp, "metric.num_trainable"].iloc[0])
+    rank = int(runs.loc[runs["arm"] == mlp, "rank"].iloc[0])
+    every = runs[(runs["config.method.placement"] == "all") & (runs["config.method.unembed"] == unembed)]
+    same_rank = every.loc[every["rank"] == rank, "arm"]
+    equal = matched(runs, "all", target, unembed)
+    return runs, matched(runs, "attn", target, unembed), mlp, str(same_rank.iloc[0]) if len(same_rank) else equal, equal
+
+
+def dense_and_moe(study: StudyRuns) -> tuple[str, str | None]:
+    """Names of the dense base and of the MoE base, if there is one."""
+    names = list(dict.fromkeys(study.runs["config.model.name"]))
+    moe = [name for name in names if "moe" in name or "a3b" in name]
+    dense = [name for name in names if name not in moe]
+    if not dense:
+        raise TooLittle("no run of a dense base")
+    return dense[0], moe[0] if moe else None
+
+
+def attention_alone_is_worse(study: StudyRuns, panel: str | None = None) -> Finding:
+    """C14: attn loses to mlp at matched parameters, with and without the unembedding."""
+    panel = panel or dense_and_moe(study)[0]
+    options = sorted(study.runs.loc[study.runs["config.model.name"] == panel, "config.method.unembed"].unique())
+    parts: list[Decision] = []
+    texts, found = [], None
+    for unembed in options[::-1]:
+        runs, attn, mlp, _, _ = _placement(study, panel, bool(unembed))
+        found = gap(runs, attn, mlp)
+        parts.append(greater(found.estimate))
+        texts.append(f"{attn} - {mlp}: {found.text()}")
+    assert found is not None
+    decision = both(*parts)
+    return Finding(decision, "; ".join(texts), "nats at equal parameters, each at its best LR, one-sided",
+                   seeds_text(study.runs[study.runs["config.model.name"] == panel]), found.estimate.value,
+                   found.estimate.interval(), found.seeds_to_resolve(abs(found.estimate.value))
+                   if decision == "undecided" else "")  # fmt: skip
+
+
+def mlp_is_enough(study: StudyRuns, panel: str | None = None) -> Finding:
+    """C15: adding attention to mlp at the same rank changes nothing beyond the margin (TOST)."""
+    panel = panel or dense_and_moe(study)[0]
+    runs, attn, mlp, every, equal = _placement(study, panel, True)
+    found, worse, same = gap(runs, mlp, every), gap(runs, attn, mlp), gap(runs, mlp, equal)
+    rule = study.settings["margin"]
+    noise = seed_sd(runs, [mlp, every])
+    margin = max(rule["seed_sd"] * noise if math.isfinite(noise) else 0.0,
+                 rule["gap_frac"] * abs(worse.estimate.value))  # fmt: skip
+    decision = equivalent(found.estimate, margin)
+    text = f"{mlp} - {every}: {found.text()}" + ("" if equal == every else f"; {mlp} - {equal}: {same.text()}")
+    why = f"margin {margin:.3f} (larger of {rule['seed_sd']:g} seed SDs and {100 * rule['gap_frac']:g} % of attn - mlp)"
+    return Finding(decision, text, why, seeds_text(runs), found.estimate.value, found.estimate.interval(),
+                   found.seeds_to_resolve(margin) if decision == "undecided" else "")  # fmt: skip
+
+
+def moe_is_alike(study: StudyRuns) -> Finding:
+    """C16: C14 on the MoE base, with rank / active experts per expert."""
+    moe = dense_and_moe(study)[1]
+    if moe is None:
+        raise TooLittle("no run of an MoE base")
+    worse, enough = attention_alone_is_worse(study, moe), mlp_is_enough(study, moe)
+    why = f"{worse.why}; beside it {enough.here} ({enough.decision}, {enough.why})"
+    return Finding(worse.decision, worse.here, why, worse.n, worse.value, worse.interval, worse.needs)
+
+
+# ---------------------------------------------------------------- capacity and norms
+
+
+def stored_bits(study: StudyRuns) -> pd.DataFrame:
+    """Bits of the facts that each run holds at its end, the arm's best LR by mean: one row per arm and seed.
+
+    bits = total - NLL of all facts in bits; the end-of-answer token is counted against the model, so the
+    number errs low. Columns ``arm, rank, num_trainable, seed, bits, total_bits``.
+    """
+    runs = study.runs.copy()
+    total = runs["config.data.num_test"] * runs["config.data.bits_per_fact"]
+    runs["bits"] = total - runs["value"] * runs["metric.test/num_tokens"] / NATS_PER_BIT
+    rows = []
+    for arm in dict.fromkeys(runs["arm"]):
+        best = grid_of(runs, arm).idxmin()
+        for row in runs[(runs["arm"] == arm) & (runs["lr"] == best)].itertuples():
+            rows.append(
+                {"arm": arm, "rank": row.rank, "seed": row.seed, "bits": row.bits,
+                 "num_trainable": int(runs.loc[row.Index, "metric.num_trainable"]), "total_bits": int(total[row.Index])}
+            )  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def parity_follows_capacity(study: StudyRuns) -> Finding:
+    """C8: arms with room for twice the bits store 90 % of them; none stores more than the quoted bits per parameter."""
+    table = stored_bits(study)
+    per = float(study.settings["bits_per_parameter_paper"])
+    lora = table[table["rank"] > 0]
+    room = per * lora["num_trainable"] / lora["total_bits"]
+    ample, short = lora[room >= 2], lora[room < 1]
+    if ample.empty:
+        raise TooLittle("no arm with room for twice the bits")
+    share = ample.groupby("arm", sort=False)["bits"].mean() / ample["total_bits"].iloc[0]
+    over = (lora["bits"] / lora["num_trainable"]).max()
+    filled: Decision = "yes" if share.min() >= 0.9 else "undecided"
+    decision: Decision = "no" if over > per else filled
+    listed = "; ".join(
+        f"{arm}: {inside['bits'].mean() / 1000:.1f} of {inside['total_bits'].iloc[0] / 1000:.1f} kbit, "
+        f"{inside['bits'].mean() / inside['num_trainable'].iloc[0]:.2f} per parameter"
+        for arm, inside in table.groupby("arm", sort=False)
+    )
+    why = f"at most {over:.2f} bits per parameter stored (the post quotes {per:g}); "
+    why += f"arms with ample room hold {100 * share.min():.0f} to {100 * share.max():.0f} %"
+    why += f"; {', '.join(dict.fromkeys(short['arm']))} has too little room" if len(short) else ""
+    needs = "longer runs: an arm with room has not filled it" if decision == "undecided" else ""
+    return Finding(decision, listed, why, seeds_text(study.runs), float(over), None, needs)
+
+
+def b_outgrows_a(studies: Sequence[StudyRuns]) -> Finding:
+    """C22: at the end of the longest runs most matrices have ||B|| > ||A||, at each arm's best LR."""
+    shares, early, texts = [], [], []
+    for study in studies:
+        runs = study.runs[study.runs["panel"] == study.runs["panel"].iloc[0]]
+        for arm in lora_arms(runs):
+            best = grid_of(runs, arm).idxmin()
+            chosen = runs[(runs["arm"] == arm) & (runs["lr"] == best)]
+            values = chosen["metric.adapter/frac_b_larger"].dropna()
+            shares += values.tolist()
+            curve = study.curves[study.curves["run_id"].isin(set(chosen["run_id"]))]
+            early += curve.loc[curve["step"] <= 10, "metric.adapter/frac_b_larger"].dropna().tolist()
+            if len(values):
+                texts.append(f"{arm} {100 * values.mean():.0f} % after {int(chosen['step'].max())} steps")
+    if len(shares) < 2:
+        raise TooLittle("no run with recorded norms")
+    array = np.array(shares)
+    found = Estimate(float(array.mean()), float(array.std(ddof=1)) / math.sqrt(len(array)), len(array) - 1)
+    low, high = found.interval()
+    share = f"{100 * found.value:.0f} % [{100 * low:.0f}, {100 * high:.0f}]"
+    text = f"||B|| > ||A|| in {share} of the matrices ({'; '.join(texts)})"
+    why = f"more than half of them, t test over {len(array)} runs; in the first ten steps {100 * np.mean(early):.0f} %"
+    decision = greater(found, 0.5)
+    return Finding(decision, text, why, f"{len(array)} runs", found.value, (low, high),
+                   "longer runs" if decision == "undecided" else "")  # fmt: skip
