@@ -22,7 +22,7 @@ def load(study: str | None = None, scale: str = "mini", root: str | Path = "runs
     Configuration and metrics are separate column families, so no name can hide another. What is
     missing is NaN, never 0. With a ``study`` the rows are exactly the runs its manifest expects, in
     its order; one that is not in the store has ``state`` ``missing``, one that cannot be read
-    ``left_out``, and both have NaN elsewhere.
+    ``left_out``, and both have their configuration and NaN elsewhere.
 
     ``attrs["missing"]``, ``attrs["unfinished"]`` (begun, no result yet) and ``attrs["left_out"]``
     (with the reason) name what has no result; each is also a warning of this module's logger.
@@ -34,7 +34,8 @@ def load(study: str | None = None, scale: str = "mini", root: str | Path = "runs
         rows = [_row(record) for record in records]
         missing: list[str] = []
     else:
-        rows, missing, left_out = _expected(root, store.read_study(root, study, scale)["run_ids"])
+        manifest = store.read_study(root, study, scale)
+        rows, missing, left_out = _expected(root, manifest["run_ids"], manifest.get("configs", {}))
     table = pd.DataFrame(rows, columns=None if rows else FIRST)
     table = table[[*FIRST, *sorted(c for c in map(str, table.columns) if c not in FIRST)]]
     unfinished = [f"{r['run_id']} ({r['state']})" for r in rows if r["state"] not in ("done", "missing", "left_out")]
@@ -45,18 +46,23 @@ def load(study: str | None = None, scale: str = "mini", root: str | Path = "runs
     return table
 
 
-def _expected(root: Path, run_ids: list[str]) -> tuple[list[dict[str, Any]], list[str], list[str]]:
-    """(rows, missing run ids, reasons for what was left out) of a manifest's runs."""
+def _expected(
+    root: Path, run_ids: list[str], configs: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], list[str], list[str]]:
+    """(rows, missing run ids, reasons for what was left out) of a manifest's runs.
+
+    A row without a run still has its configuration, from the manifest: what is missing can be told by arm.
+    """
     rows, missing, left_out = [], [], []
     for run_id in run_ids:
-        if not (root / run_id).is_dir():
-            rows.append(_empty(run_id, "missing"))
-            missing.append(run_id)
-            continue
         try:
+            if not store.exists(root / run_id):
+                rows.append(_empty(run_id, "missing") | dict(_flat("config", configs.get(run_id, {}))))
+                missing.append(run_id)
+                continue
             rows.append(_row(store.read_run(root / run_id)))
         except store.StoreError as error:
-            rows.append(_empty(run_id, "left_out"))
+            rows.append(_empty(run_id, "left_out") | dict(_flat("config", configs.get(run_id, {}))))
             left_out.append(f"left out: {error}")
     return rows, missing, left_out
 
@@ -90,10 +96,14 @@ def load_curves(table: pd.DataFrame, root: str | Path = "runs") -> pd.DataFrame:
     """Every recorded step of the runs in ``table``: columns ``run_id, step, metric.*``.
 
     A metric that a step does not have, or that is null in the file (a diverged loss), is NaN.
+    What cannot be read is a warning of this module's logger.
     """
     rows = []
     for run_id in table["run_id"]:
-        recorded, notes = store.read_metrics(Path(root) / run_id)
+        try:
+            recorded, notes = store.read_metrics(Path(root) / run_id)
+        except store.StoreError as error:
+            recorded, notes = [], [f"left out: {error}"]
         for note in notes:
             logger.warning("%s", note)
         for row in recorded:

@@ -23,6 +23,7 @@ from experiments.store import (
     explained,
     read_json,
     read_metrics,
+    read_summary,
     step_of,
     unsound_checkpoints,
     write_atomic,
@@ -64,8 +65,7 @@ class RunWriter:
     @property
     def summary(self) -> dict[str, Any] | None:
         """The finished run's summary, or None while it is not done."""
-        file = self.path / "summary.json"
-        return read_json(file) if file.exists() else None
+        return read_summary(self.path)
 
     def resume_point(self) -> ResumePoint | None:
         """The newest sound checkpoint with the metrics up to it, or None to begin at step 0.

@@ -24,10 +24,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,8 +53,8 @@ class NewerStore(StoreError):
 class RunRecord:
     """One run directory as found on disk.
 
-    ``state`` is ``done``, ``failed``, ``running``, ``partial`` (begun, nobody writes it) or ``new``.
-    ``problems`` holds one line for each thing that was wrong and handled.
+    ``state`` is ``done``, ``failed``, ``running``, ``partial`` (begun, nobody writes it), ``new`` or ``damaged``.
+    ``cause`` says why it failed; ``problems`` holds one line for each thing that was wrong and handled.
     """
 
     run_id: str
@@ -60,6 +62,7 @@ class RunRecord:
     state: str
     config: dict[str, Any]
     summary: dict[str, Any] | None
+    cause: str | None = None
     problems: tuple[str, ...] = ()
 
 
@@ -88,14 +91,23 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Read one JSON object. Raises StoreError, in one line, if unreadable or not an object."""
     with explained(path):
-        text = path.read_text(encoding="utf-8")
+        content = path.read_bytes()
     try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise StoreError(f"{path}: not valid JSON ({error})") from None
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"{path}: damaged: not valid JSON ({error})") from None
     if not isinstance(value, dict):
-        raise StoreError(f"{path}: expected a JSON object, found {type(value).__name__}")
+        raise StoreError(f"{path}: damaged: expected a JSON object, found {type(value).__name__}")
     return value
+
+
+def with_fields(path: Path, document: dict[str, Any], **fields: type) -> dict[str, Any]:
+    """The ``document`` read from ``path``. Raises StoreError if one of ``fields`` is not there with its type."""
+    for name, kind in fields.items():
+        if not isinstance(document.get(name), kind):
+            found = f"{document[name]!r:.60} is not allowed" if name in document else "missing"
+            raise StoreError(f"{path}: damaged: {name}: {found}; expected {kind.__name__}")
+    return document
 
 
 def is_disk_full(error: BaseException | None) -> bool:
@@ -109,7 +121,7 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 
 def ensure_root(root: Path) -> Path:
-    """Make the store's root and prove that it can be written, before any work is started."""
+    """Make the store's root, or a directory in it, and prove that it can be written, before any work is started."""
     with explained(root):
         root.mkdir(parents=True, exist_ok=True)
         probe = root / f".probe-{os.getpid()}"
@@ -132,7 +144,7 @@ def explained(path: Path) -> Iterator[None]:
         hint = {
             errno.ENOSPC: "the disk is full; free some space and run the same command again",
             errno.EDQUOT: "the disk quota is used up; free some space and run the same command again",
-            errno.EACCES: "permission denied; choose a writable store with launch.root=DIR",
+            errno.EACCES: "permission denied; get access to it, or choose another store with launch.root=DIR",
             errno.EROFS: "read-only file system; choose a writable store with launch.root=DIR",
             errno.ENOTDIR: "a file stands where a directory is needed; choose another launch.root=DIR",
             errno.EEXIST: "a file stands where a directory is needed; choose another launch.root=DIR",
@@ -140,35 +152,55 @@ def explained(path: Path) -> Iterator[None]:
         raise StoreError(f"store: cannot use {path}: {hint}") from error
 
 
+def exists(path: Path) -> bool:
+    """Whether ``path`` is there. Raises StoreError where that cannot be told (no permission above it)."""
+    with explained(path):
+        return path.exists()
+
+
 # ---------------------------------------------------------------- reading half
 
 
 def read_run(path: Path) -> RunRecord:
     """Read one run directory. Raises StoreError if it is foreign, unreadable or of a newer version."""
-    if not (path / "config.json").exists():
+    if not exists(path / "config.json"):
         raise StoreError(f"{path.name}: no config.json (not a run of this suite)")
     document = read_json(path / "config.json")
     check_format(path / "config.json", document)
     if not isinstance(document.get("config"), dict) or document.get("run_id") != path.name:
         raise StoreError(f"{path.name}: config.json is not this run's (run_id {document.get('run_id')!r})")
     problems: list[str] = []
-    summary = None
-    state = "partial"
-    if (path / "summary.json").exists():
-        summary = read_json(path / "summary.json")
+    state, cause = "partial", None
+    summary, failure = read_summary(path), path / "failure.json"
+    if summary is not None:
         state = "done"
     elif _is_locked(path):
         state = "running"
-    elif (path / "failure.json").exists():
+    elif exists(failure):
         state = "failed"
-    for name in unsound_checkpoints(path):
-        problems.append(f"{path.name}: {name} is incomplete and will be passed over")
-    return RunRecord(path.name, path, state, document["config"], summary, tuple(problems))
+        try:
+            cause = with_fields(failure, read_json(failure), cause=str)["cause"]
+        except StoreError as error:  # it only tells about the last attempt; the next one does not need it
+            problems.append(str(error))
+    with explained(path / "checkpoints"):
+        unsound = unsound_checkpoints(path)
+    problems += [f"{path.name}: {name} is incomplete and will be passed over" for name in unsound]
+    return RunRecord(path.name, path, state, document["config"], summary, cause, tuple(problems))
+
+
+def read_summary(run: Path) -> dict[str, Any] | None:
+    """The summary of a finished run, None while it is not done. Raises StoreError if it is damaged."""
+    file = run / "summary.json"
+    if not exists(file):
+        return None
+    summary = with_fields(file, read_json(file), outcome=str, step=int, metrics=dict, time=dict)
+    with_fields(file, summary["time"], total_s=float)
+    return summary
 
 
 def state_of(path: Path) -> str:
     """State of a run that may not exist yet (``new``); raises StoreError as ``read_run`` does."""
-    return read_run(path).state if (path / "config.json").exists() else "new"
+    return read_run(path).state if exists(path / "config.json") else "new"
 
 
 def drift(found: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -188,14 +220,15 @@ def drift(found: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str = "")
 def scan(root: Path) -> tuple[list[RunRecord], list[str]]:
     """All runs of a store, sorted by id, and one line for each thing left out and why."""
     records, left_out = [], []
-    if not root.is_dir():
-        raise StoreError(f"store: {root} is not a directory")
     with explained(root):
-        entries = sorted(p for p in root.iterdir() if p.is_dir() and p.name not in RESERVED)
+        if not root.is_dir():
+            raise StoreError(f"store: {root} is not a directory")
+        entries = sorted(p for p in root.iterdir() if p.name not in RESERVED and not p.name.startswith("."))
     for path in entries:
-        if path.name.startswith("."):
-            continue
         try:
+            with explained(path):
+                if not path.is_dir():
+                    continue
             records.append(read_run(path))
         except StoreError as error:
             left_out.append(f"left out: {error}")
@@ -209,10 +242,10 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     cannot be trusted to be in order, so everything from the first bad line on is left out and said.
     """
     file = path / "metrics.jsonl"
-    if not file.exists():
-        return [], []
     rows: list[dict[str, Any]] = []
     with explained(file):
+        if not file.exists():
+            return [], []
         lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
     for number, line in enumerate(lines, start=1):
         if not line:
@@ -230,6 +263,8 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 RESERVED = frozenset({"studies", "figures", "cache", "bases", "logs", "wandb"})
 """Names under the root that are not runs."""
+MAX_NAME = 120
+"""Characters of a study's name; a file name holds 255, and a temporary one is longer."""
 
 
 def log_path(root: Path, run_id: str) -> Path:
@@ -241,27 +276,53 @@ def _study_path(root: Path, study: str, scale: str) -> Path:
     return root / "studies" / f"{study}-{scale}.json"
 
 
+def study_name(study: str, overrides: Sequence[str]) -> str:
+    """The name of a study whose runs are overridden: ``lr+optim.steps=50``, whatever the order; safe as a file name.
+
+    ``launch.*`` changes no run, hence no name. A short hash tells apart what had to be shortened or respelt.
+    """
+    science = sorted((o for o in overrides if not o.startswith("launch.")), key=lambda o: o.partition("=")[0])
+    name = "+".join([study, *(re.sub(r"[^A-Za-z0-9=._-]", "_", override) for override in science)])
+    exact = "+".join([study, *science])
+    if name == exact and len(name) <= MAX_NAME:
+        return name
+    return f"{name[: MAX_NAME - 9]}-{hashlib.sha256(exact.encode()).hexdigest()[:8]}"
+
+
 def write_study(root: Path, study: str, scale: str, manifest: Mapping[str, Any]) -> None:
-    """Record which runs a study is made of, so that the analysis can name what is missing."""
-    with explained(root):
-        (root / "studies").mkdir(parents=True, exist_ok=True)
-    write_json(_study_path(root, study, scale), {"format": FORMAT, "study": study, "scale": scale, **manifest})
+    """Record which runs a study is made of, so that the analysis can name what is missing.
+
+    A damaged manifest is replaced. Raises NewerStore for a newer version's, StoreError for one that cannot be read.
+    """
+    path = _study_path(root, study, scale)
+    with explained(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    if exists(path):
+        try:
+            check_format(path, read_json(path))
+        except StoreError as error:
+            if isinstance(error, NewerStore) or isinstance(error.__cause__, OSError):
+                raise
+    write_json(path, {"format": FORMAT, "study": study, "scale": scale, **manifest})
 
 
 def read_study(root: Path, study: str, scale: str) -> dict[str, Any]:
     """The manifest of a study. Raises StoreError naming the known ones if it was never launched."""
     path = _study_path(root, study, scale)
-    if not path.exists():
+    if not exists(path):
         known = ", ".join(f"{name} ({s})" for name, s in list_studies(root)) or "none yet"
         raise StoreError(f"study: {study!r} at scale {scale!r} is not in {root}; launched so far: {known}")
     document = read_json(path)
     check_format(path, document)
-    return document
+    return with_fields(path, document, title=str, settings=dict, run_ids=list)
 
 
 def list_studies(root: Path) -> list[tuple[str, str]]:
-    """(study, scale) of every manifest in the store."""
-    pairs = (p.stem.rpartition("-") for p in sorted((root / "studies").glob("*.json")))
+    """(study, scale) of every manifest in the store. Raises StoreError if they cannot be listed."""
+    directory = root / "studies"
+    with explained(directory):
+        files = sorted(directory.iterdir()) if directory.exists() else []
+    pairs = (p.stem.rpartition("-") for p in files if p.suffix == ".json" and not p.name.startswith("."))
     return [(study, scale) for study, _, scale in pairs]
 
 
@@ -295,9 +356,9 @@ def is_sound(checkpoint: Path) -> bool:
     """Whether a checkpoint was sealed and still has every file at its sealed size."""
     try:
         files = read_json(checkpoint / "SOUND.json")["files"]
-    except (StoreError, KeyError):
+        return bool(files) and files == checkpoint_files(checkpoint)
+    except (StoreError, KeyError, FileNotFoundError):  # its writer may be deleting it
         return False
-    return bool(files) and files == checkpoint_files(checkpoint)
 
 
 def step_of(checkpoint: Path) -> int:

@@ -17,7 +17,8 @@ from typing import Any
 import yaml
 
 from experiments.compose import expand, parse
-from experiments.config import ConfigError, LaunchConfig, RunConfig, run_id
+from experiments.config import ConfigError, LaunchConfig, RunConfig, encode, run_id
+from experiments.store import study_name
 
 SWEEPS_DIR = Path(__file__).resolve().parent
 FIELDS = ("title", "figure", "claims", "settings", "scales")
@@ -34,7 +35,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Study:
-    """A set of runs behind a figure, at one scale. ``settings`` are fixed before the runs are read."""
+    """A set of runs behind a figure, at one scale. ``settings`` are fixed before the runs are read.
+
+    ``name`` says which overrides make it another study than its file's, and so does ``title``.
+    """
 
     name: str
     scale: str
@@ -53,6 +57,7 @@ class Study:
             "claims": list(self.claims),
             "settings": self.settings,
             "run_ids": [point.run_id for point in self.points],
+            "configs": {point.run_id: encode(point.config) for point in self.points},
         }
 
 
@@ -77,10 +82,11 @@ def load_study(name: str, scale: str, extra: Sequence[str] = ()) -> Study:
         for line in expand([*common, *shlex.split(arm), *extra]):
             config, launch = parse(line)
             points.setdefault(run_id(config), Point(run_id(config), config, tuple(line)))
+    named = study_name(name, extra)
     return Study(
-        name=name,
+        name=named,
         scale=scale,
-        title=document["title"],
+        title=document["title"] if named == name else f"{document['title']} ({named})",
         figure=document["figure"],
         claims=tuple(document["claims"]),
         settings=document["settings"] | {"extra": list(extra)},

@@ -12,11 +12,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.config import ConfigError, DataSource, encode
-from experiments.store import NewerStore, StoreError, drift, ensure_root, read_run, state_of, write_study
+from experiments.config import ConfigError, DataSource
+from experiments.store import StoreError, ensure_root, log_path, write_study
 from sweeps.display import Display, warn
-from sweeps.grid import Point, Study, known_studies, load_study
-from sweeps.plan import print_plan
+from sweeps.grid import Study, known_studies, load_study
+from sweeps.plan import find, print_plan
 from sweeps.pool import run_all
 
 CLUSTERS = ("auto", "local", "slurm")
@@ -44,15 +44,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def launch(study: Study, root: Path) -> int:
-    """Run what is missing of ``study`` and report; returns the exit code."""
-    states = {point.run_id: _state(root / point.run_id, point) for point in study.points}
-    todo = [point for point in study.points if states[point.run_id] != "done"]
+def launch(study: Study, root: Path, parts: Sequence[Study] = ()) -> int:
+    """Run what is missing of ``study`` and report; returns the exit code.
+
+    ``parts`` are the studies it is made of, recorded each by itself (default: the study itself).
+    """
+    todo = [point for point in study.points if find(root, point).state != "done"]
     num_done = len(study.points) - len(todo)
     warn(f"{study.name} ({study.scale}): {len(study.points)} runs, {num_done} done already, {len(todo)} to do")
     if todo:
+        ensure_root(log_path(root, todo[0].run_id).parent)
         _check_models(study)
-    write_study(root, study.name, study.scale, study.manifest())
+    for part in parts or [study]:
+        write_study(root, part.name, part.scale, part.manifest())
     if not todo:
         return 0
     # Longest first, so that no core idles at the end while one long run goes on.
@@ -66,25 +70,6 @@ def launch(study: Study, root: Path) -> int:
     for run, detail in display.failures.items():
         warn(f"failed: {run}: {detail['cause']} (log: {detail['log']})")
     return 1 if display.failures else 0
-
-
-def _state(run: Path, point: Point) -> str:
-    """State of a run; a damaged one counts as to do, where it fails with its cause and stops no other.
-
-    Raises StoreError if the store's run is of another configuration (a default has changed since).
-    """
-    try:
-        if state_of(run) == "new":
-            return "new"
-        record = read_run(run)
-    except NewerStore:
-        raise
-    except StoreError:
-        return "damaged"
-    differing = drift(record.config, encode(point.config))
-    if differing:
-        raise StoreError(f"{point.run_id}: the store holds another configuration: {'; '.join(differing)}")
-    return record.state
 
 
 def _check_models(study: Study) -> None:

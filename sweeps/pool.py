@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from experiments.config import LaunchConfig, encode
-from experiments.store import StoreError
+from experiments.store import StoreError, explained
 from sweeps.grid import Point
 
 ENVIRONMENT = {
@@ -55,8 +55,10 @@ class _Worker:
         self.point: Point | None = None
         self.ready = False
         self.log = log
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("a") as stderr:
+        with explained(log):
+            log.parent.mkdir(parents=True, exist_ok=True)
+            stderr = log.open("a")
+        with stderr:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "experiments.worker"],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True,

@@ -21,29 +21,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--root", default="runs")
     root = Path(parser.parse_args(arguments).root)
     try:
-        if not root.is_dir():
-            print(f"no runs yet in {root}; start with: make sweep-lr")
-            return 0
+        with store.explained(root):
+            if not root.is_dir():
+                print(f"no runs yet in {root}; start with: make sweep-lr")
+                return 0
         records, left_out = store.scan(root)
-        studies = [store.read_study(root, *pair) for pair in store.list_studies(root)]
+        studies = store.list_studies(root)
     except store.StoreError as error:
         warn(f"error: {error}")
         return 2
     by_id = {record.run_id: record for record in records}
-    console = Console(highlight=False, soft_wrap=True)
-    table = Table("study", "scale", "runs", "done", "diverged", "running", "partial", "failed", "not begun", box=None)
-    for study in studies:
-        found = Counter(_state(by_id.get(run_id)) for run_id in study["run_ids"])
-        cells = [found[s] for s in ("done", "diverged", "running", "partial", "failed", "new")]
-        cells[0] += found["diverged"]  # a diverged run is a result
-        table.add_row(study["study"], study["scale"], str(len(study["run_ids"])), *map(str, cells))
+    console = Console(highlight=False, soft_wrap=True, width=store.MAX_NAME + 100)  # no name is cut off
+    states = ("done", "diverged", "running", "partial", "failed", "damaged", "new")
+    table = Table("study", "scale", "runs", *states, box=None)
+    for study, scale in studies:
+        try:
+            run_ids = store.read_study(root, study, scale)["run_ids"]
+        except store.StoreError as error:
+            left_out.append(f"left out: {error}")
+            continue
+        found = Counter(_state(root / run_id, by_id.get(run_id)) for run_id in run_ids)
+        found["done"] += found["diverged"]  # a diverged run is a result
+        table.add_row(study, scale, str(len(run_ids)), *(str(found[state]) for state in states))
     console.print(table)
     for record in records:
         if record.state == "failed":
-            cause = store.read_json(record.path / "failure.json").get("cause", "unknown")
-            console.print(
-                f"failed: {record.run_id}: {cause} (log: {store.log_path(root, record.run_id)})", markup=False
-            )
+            log = store.log_path(root, record.run_id)
+            console.print(f"failed: {record.run_id}: {record.cause or 'unknown'} (log: {log})", markup=False)
         for problem in record.problems:
             console.print(problem, markup=False)
     for line in left_out:
@@ -51,10 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _state(record: store.RunRecord | None) -> str:
+def _state(run: Path, record: store.RunRecord | None) -> str:
     if record is None:
-        return "new"
-    if record.summary is not None and record.summary["outcome"] == "diverged":
+        try:
+            return store.state_of(run)
+        except store.StoreError:
+            return "damaged"
+    if record.summary and record.summary["outcome"] == "diverged":
         return "diverged"
     return record.state
 

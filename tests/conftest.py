@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,6 +19,31 @@ from tiny import tiny_llama, tiny_tokenizer
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def forbid(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Take a file or a directory away as ``chmod 000`` does, for root too (in this process only)."""
+
+    def forbid(path: Path) -> None:
+        hidden = Path(os.path.realpath(path))
+
+        def guard(name: str, itself: bool) -> None:
+            original = getattr(Path, name)
+
+            def guarded(self: Path, *args: Any, **kwargs: Any) -> Any:
+                real = Path(os.path.realpath(self))
+                if hidden in real.parents or (itself and real == hidden):
+                    raise PermissionError(13, "Permission denied", str(self))
+                return original(self, *args, **kwargs)
+
+            monkeypatch.setattr(Path, name, guarded)
+
+        guard("stat", itself=False)  # its parent tells that it is there
+        guard("open", itself=True)
+        guard("iterdir", itself=True)
+
+    return forbid
 
 
 @pytest.fixture(scope="session")

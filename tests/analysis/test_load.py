@@ -51,6 +51,43 @@ def test_load_names_missing_partial_and_unreadable_runs(make_store, caplog):
     assert table.loc[table["state"] == "missing", "step"].isna().all()
 
 
+def test_load_names_what_it_cannot_read_and_goes_on(make_store, caplog, forbid):
+    root = make_store(num_seeds=1)
+    (root / run_id(0, 0, 0) / "summary.json").write_text("{}")
+    forbid(root / run_id(0, 1, 0))
+    forbid(root / run_id(0, 2, 0) / "metrics.jsonl")
+    with caplog.at_level(logging.WARNING):
+        table = load("lr", root=root)
+        curves = load_curves(table, root)
+    assert table["state"].value_counts().to_dict() == {"done": 19, "left_out": 2}
+    hollow, unreadable = table.attrs["left_out"]
+    assert f"{run_id(0, 0, 0)}/summary.json: damaged: outcome: missing" in hollow
+    assert run_id(0, 1, 0) in unreadable and "permission denied" in unreadable
+    assert curves["run_id"].nunique() == 19  # the curve of the hollow one is there
+    assert f"{run_id(0, 2, 0)}/metrics.jsonl: permission denied" in caplog.text
+
+
+@pytest.mark.parametrize("study", [None, "lr"])
+def test_load_names_a_run_behind_a_link_that_it_cannot_follow(make_store, forbid, tmp_path, study):
+    root = make_store(num_seeds=1)
+    run = root / run_id(0, 0, 0)
+    (tmp_path / "elsewhere").mkdir()
+    run.rename(tmp_path / "elsewhere" / run.name)
+    run.symlink_to(tmp_path / "elsewhere" / run.name)
+    forbid(tmp_path / "elsewhere")
+    table = load(study, root=root)
+    assert (table["state"] == "done").sum() == 20
+    assert f"{run}: permission denied" in table.attrs["left_out"][0]
+
+
+@pytest.mark.parametrize("study", [None, "lr"])
+def test_load_of_an_unreadable_store_is_one_line(make_store, forbid, study):
+    root = make_store(num_seeds=1)
+    forbid(root)
+    with pytest.raises(store.StoreError, match="permission denied"):
+        load(study, root=root)
+
+
 def test_load_without_a_study_scans_the_store_and_names_foreign_directories(make_store):
     root = make_store(num_seeds=1)
     (root / "notes").mkdir()

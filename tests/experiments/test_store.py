@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ import pytest
 from experiments import claim, store
 
 CONFIG = {"optim": {"lr": 0.1}}
+SUMMARY = {"outcome": "finished", "step": 1, "metrics": {}, "time": {"total_s": 1.0}}
+MANIFEST = {"title": "t", "settings": {}, "run_ids": ["r-1"]}
 
 
 def begin(root: Path, run_id: str = "r-1") -> Path:
@@ -35,7 +38,7 @@ def test_run_is_done_only_with_a_summary(tmp_path: Path) -> None:
     run = begin(tmp_path)
     assert store.read_run(run).state == "partial"
     with claim.claim(tmp_path, "r-1", CONFIG) as writer:
-        writer.finish({"outcome": "finished", "step": 1, "metrics": {}})
+        writer.finish(SUMMARY)
     record = store.read_run(run)
     assert record.state == "done" and record.summary is not None
     assert not (run / "checkpoints").exists()
@@ -148,3 +151,142 @@ def test_unusable_root_is_one_line(tmp_path: Path) -> None:
 def test_nan_never_becomes_a_number(tmp_path: Path) -> None:
     with claim.claim(tmp_path, "r-1", CONFIG) as writer, pytest.raises(ValueError):
         writer.append({"step": 0, "test/nll_nats": float("nan")})
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"cause": "the gra', "not valid JSON"),
+        (b"\xff\xfe\x00{", "not valid JSON"),
+        (b"[]", "expected a JSON object, found list"),
+        (b"{}", "cause: missing; expected str"),
+        (b'{"cause": null}', "cause: None is not allowed; expected str"),
+    ],
+)
+def test_damaged_failure_is_named_and_the_run_still_resumable(tmp_path: Path, content: bytes, said: str) -> None:
+    run = begin(tmp_path)
+    with claim.claim(tmp_path, "r-1", CONFIG) as writer:
+        writer.fail("ValueError: no", "traceback")
+    assert store.read_run(run).cause == "ValueError: no"
+    (run / "failure.json").write_bytes(content)
+    record = store.read_run(run)
+    assert record.state == "failed" and record.cause is None
+    assert len(record.problems) == 1 and "\n" not in record.problems[0]
+    assert record.problems[0].startswith(f"{run / 'failure.json'}: damaged: ") and said in record.problems[0]
+
+
+@pytest.mark.parametrize("field", [*SUMMARY, "total_s"])
+def test_summary_without_its_fields_is_left_out_and_not_returned(tmp_path: Path, field: str) -> None:
+    run = begin(tmp_path)
+    begin(tmp_path, "r-2")
+    hollow = json.loads(json.dumps(SUMMARY))
+    del (hollow["time"] if field == "total_s" else hollow)[field]
+    (run / "summary.json").write_text(json.dumps(hollow))
+    records, left_out = store.scan(tmp_path)
+    assert [record.run_id for record in records] == ["r-2"]
+    assert len(left_out) == 1 and f"{run / 'summary.json'}: damaged: {field}: missing" in left_out[0]
+    with claim.claim(tmp_path, "r-1", CONFIG) as writer, pytest.raises(store.StoreError, match=f"{field}: missing"):
+        _ = writer.summary
+
+
+@pytest.mark.parametrize("name", ["", "config.json", "summary.json", "checkpoints/checkpoint-1"])
+def test_unreadable_run_is_named_and_the_others_are_read(
+    tmp_path: Path, forbid: Callable[[Path], None], name: str
+) -> None:
+    run = begin(tmp_path)
+    checkpoint(run, 1)
+    if name == "summary.json":
+        store.write_json(run / name, SUMMARY)
+    begin(tmp_path, "r-2")
+    forbid(run / name)
+    records, left_out = store.scan(tmp_path)
+    if name.startswith("checkpoints"):  # it is not sound, and the run goes on without it
+        assert "checkpoint-1 is incomplete" in records[0].problems[0]
+        return
+    assert [record.run_id for record in records] == ["r-2"]
+    assert len(left_out) == 1 and str(run) in left_out[0] and "permission denied" in left_out[0]
+    with pytest.raises(store.StoreError, match="permission denied"):
+        store.state_of(run)
+
+
+def test_unreadable_files_of_a_checkpoint_and_the_metrics_are_one_line(
+    tmp_path: Path, forbid: Callable[[Path], None]
+) -> None:
+    run = begin(tmp_path)
+    inner = checkpoint(run, 1, seal=False) / "optimizer"
+    inner.mkdir()
+    (inner / "state.bin").write_bytes(b"x")
+    store.seal_checkpoint(inner.parent)
+    forbid(run / "metrics.jsonl")
+    with pytest.raises(store.StoreError, match="permission denied"):
+        store.read_metrics(run)
+    forbid(inner)
+    with pytest.raises(store.StoreError, match=r"r-1/checkpoints: permission denied"):
+        store.read_run(run)
+
+
+def test_checkpoint_deleted_while_it_is_looked_at_is_not_sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = checkpoint(begin(tmp_path), 1)
+
+    def gone(_path: Path) -> dict[str, int]:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(store, "checkpoint_files", gone)
+    assert not store.is_sound(found)
+
+
+def test_unreadable_root_is_one_line(tmp_path: Path, forbid: Callable[[Path], None]) -> None:
+    forbid(tmp_path)
+    for ask in (store.scan, store.list_studies, lambda root: store.read_study(root, "lr", "mini")):
+        with pytest.raises(store.StoreError, match="permission denied"):
+            ask(tmp_path)
+
+
+def test_study_manifest_of_a_newer_version_is_never_overwritten(tmp_path: Path, forbid: Callable[[Path], None]) -> None:
+    store.write_study(tmp_path, "lr", "mini", MANIFEST)
+    path = tmp_path / "studies" / "lr-mini.json"
+    newer = json.dumps(json.loads(path.read_text()) | {"format": store.FORMAT + 1, "run_ids": {"other": "shape"}})
+    path.write_text(newer)
+    for ask in (store.write_study, lambda *where: store.read_study(*where[:3])):
+        with pytest.raises(store.NewerStore, match="lr-mini.json: format: 2 was written by a newer version"):
+            ask(tmp_path, "lr", "mini", MANIFEST)
+    assert path.read_text() == newer
+    path.write_text(newer[:20])  # a damaged one says nothing that the study file does not
+    store.write_study(tmp_path, "lr", "mini", MANIFEST)
+    assert store.read_study(tmp_path, "lr", "mini")["run_ids"] == ["r-1"]
+    forbid(path)
+    with pytest.raises(store.StoreError, match="lr-mini.json: permission denied"):
+        store.write_study(tmp_path, "lr", "mini", MANIFEST)
+
+
+@pytest.mark.parametrize("field", MANIFEST)
+def test_study_manifest_without_its_fields_is_one_line(tmp_path: Path, field: str) -> None:
+    store.write_study(tmp_path, "lr", "mini", {k: v for k, v in MANIFEST.items() if k != field})
+    with pytest.raises(store.StoreError, match=f"lr-mini.json: damaged: {field}: missing"):
+        store.read_study(tmp_path, "lr", "mini")
+    (tmp_path / "studies" / ".lr-mini.json.17.tmp").write_text("")
+    (tmp_path / "studies" / ".lr-mini.json").write_text("")
+    assert store.list_studies(tmp_path) == [("lr", "mini")]
+
+
+def test_study_name_says_the_science_and_nothing_else() -> None:
+    name = store.study_name
+    assert name("lr", []) == name("lr", ["launch.root=x", "launch.workers=1"]) == "lr"
+    both = name("lr", ["seed.init=0", "launch.root=x", "optim.steps=50"])
+    assert both == name("lr", ["optim.steps=50", "seed.init=0"]) == "lr+optim.steps=50+seed.init=0"
+    assert name("lr", ["optim.steps=1", "optim.steps=2"]) != name("lr", ["optim.steps=2", "optim.steps=1"])
+
+
+def test_study_name_is_a_file_name_and_its_own(tmp_path: Path) -> None:
+    overrides = [
+        ["data.path=/a/b"], ["data.path=_a_b"], ["data.path=/a_b"], ["optim.lr=1e-3,2e-3"], ["optim.lr=1e+3"],
+        ["model.name=a+seed.init=3"], ["model.name=a", "seed.init=3"], ["data.tasks=[a, b]"],
+        *([f"model.path={'x' * 300}{k}"] for k in range(2)), ["model.name=é"], ["model.name=.."],
+    ]  # fmt: skip
+    names = [store.study_name("lr", each) for each in overrides]
+    assert len(set(names)) == len(names)
+    for name in names:
+        assert set(name) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+=._-")
+        assert name.startswith("lr+") and len(name) <= store.MAX_NAME
+        store.write_study(tmp_path, name, "mini", MANIFEST)
+    assert set(store.list_studies(tmp_path)) == {(name, "mini") for name in names}

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
+import subprocess
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
 from experiments import store
+from experiments.config import encode
 from experiments.run import execute
 from sweeps import grid, launch, status
 from sweeps.pool import Event, run_all
@@ -118,15 +122,25 @@ def test_two_sweeps_at_once_train_nothing_twice(study: str) -> None:
 def test_one_failed_run_stops_no_other(study: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = tmp_path / "runs"
     points = grid.load_study(study, "mini").points
-    unwritable, torn = points[5].run_id, points[8].run_id
+    unwritable, torn, hollow = points[5].run_id, points[8].run_id, points[2].run_id
     (root / unwritable / "metrics.jsonl").mkdir(parents=True)  # this run cannot write its metrics
     (root / torn).mkdir()
     (root / torn / "config.json").write_text("{")
+    (root / hollow).mkdir()
+    document = {"format": store.FORMAT, "run_id": hollow, "config": encode(points[2].config)}
+    store.write_json(root / hollow / "config.json", document)
+    (root / hollow / "summary.json").write_text("{}")
+    assert launch.main([study, "--dry"]) == 0
+    out = capsys.readouterr().out
+    assert "12 runs, 12 to do" in out and len(re.findall(r" damaged\s*$", out, re.MULTILINE)) == 2
+    assert "config.json: damaged: not valid JSON" in out and "summary.json: damaged: outcome: missing" in out
     assert launch.main([study]) == 1
     error = capsys.readouterr().err
     assert f"failed: {unwritable}: store: cannot use" in error and ".log" in error
     assert f"failed: {torn}: " in error and "not valid JSON" in error
-    assert len(list(root.glob("*/summary.json"))) == 10
+    assert f"failed: {hollow}: " in error and "summary.json: damaged: outcome: missing" in error
+    assert len(list(root.glob("*/summary.json"))) == 9 + 1
+    assert launch.main([study, "--dry"]) == 0 and "12 runs, 3 to do" in capsys.readouterr().out
     other = root / points[0].run_id / "config.json"
     other.write_text(other.read_text().replace('"beta2": 0.95', '"beta2": 0.5'))  # as if a default had changed
     assert launch.main([study]) == 2
@@ -151,3 +165,84 @@ def test_bad_input_starts_nothing(study: str, tmp_path: Path, capsys: pytest.Cap
         error = capsys.readouterr().err.strip().splitlines()[-1]
         assert error.startswith("error: ") and said in error
     assert not list(tmp_path.glob("runs/tiny-*"))
+
+
+def test_dry_run_names_what_it_cannot_read_and_refuses_what_a_launch_refuses(
+    study: str, tmp_path: Path, forbid: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "runs"
+    points = grid.load_study(study, "mini").points
+    for point in points[:3]:
+        (root / point.run_id).mkdir(parents=True)
+        document = {"format": store.FORMAT, "run_id": point.run_id, "config": encode(point.config)}
+        store.write_json(root / point.run_id / "config.json", document)
+    (root / points[0].run_id / "failure.json").write_text('{"cau')
+    forbid(root / points[1].run_id)
+    forbid(root / points[2].run_id / "config.json")
+    assert launch.main([study, "--dry"]) == 0
+    out = capsys.readouterr().out
+    assert "12 runs, 12 to do" in out and len(re.findall(r" damaged\s*$", out, re.MULTILINE)) == 2
+    assert f"{points[0].run_id}/failure.json: damaged: " in out
+    assert sum("permission denied" in line for line in out.splitlines()) == 2
+    file = root / points[0].run_id / "config.json"
+    file.write_text(file.read_text().replace('"beta2": 0.95', '"beta2": 0.5'))
+    assert launch.main([study, "--dry"]) == 2
+    assert "optim.beta2: 0.5 in the store" in capsys.readouterr().err
+
+
+def test_unusable_store_stops_a_launch_before_anything_starts(
+    study: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "runs"
+    root.mkdir()
+    newer = '{"format": 99}'
+    for name, content in (("logs", ""), ("studies", ""), (f"studies/{study}-mini.json", newer)):
+        path = root / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content)
+        assert launch.main([study]) == 2
+        error = capsys.readouterr().err.splitlines()
+        assert len(error) == 2 and error[1].startswith("error: ") and str(path) in error[1]  # after the counts
+        assert path.read_text() == content and not list(root.glob("tiny-*"))
+        path.unlink()
+
+
+def test_unusable_worker_log_is_one_line(study: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "runs" / "logs" / "worker-0.log").mkdir(parents=True)
+    assert launch.main([study]) == 2
+    assert "worker-0.log: Is a directory" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_overrides_make_a_study_of_their_own(study: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``ARGS`` for a quick look must not change what ``make figures`` shows as the study."""
+    from analysis.figures.__main__ import main as draw
+
+    root = tmp_path / "runs"
+    plain = grid.load_study(study, "mini", ["launch.workers=1"])
+    assert (plain.name, plain.title) == ("tiny", "Tiny")
+    store.write_study(root, plain.name, plain.scale, plain.manifest())
+    manifest = (root / "studies" / "tiny-mini.json").read_bytes()
+    overrides = ["seed.init=0", "optim.steps=4"]
+    name = "tiny+optim.steps=4+seed.init=0"
+    assert launch.main([study, *overrides]) == 0
+    assert f"{name} (mini): 6 runs" in capsys.readouterr().err
+    assert (root / "studies" / "tiny-mini.json").read_bytes() == manifest
+    assert store.read_study(root, name, "mini")["title"] == f"Tiny ({name})"
+    assert draw([study, "--root", str(root), "--overrides", *overrides]) == 0
+    drawn = {path: path.stat().st_mtime_ns for path in (root / "figures" / f"{name}-mini").iterdir()}
+    assert len(drawn) > 6 and not (root / "figures" / "tiny-mini").exists()
+    assert draw(["--root", str(root)]) == 0
+    assert all(path.stat().st_mtime_ns > then for path, then in drawn.items())
+    assert status.main(["--root", str(root)]) == 0
+    out = capsys.readouterr().out
+    assert re.search(rf"^ {re.escape(name)} +mini +6 +6 ", out, re.MULTILINE)
+    assert re.search(r"^ tiny +mini +12 +0 ", out, re.MULTILINE)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+def test_make_draws_the_study_that_it_launched() -> None:
+    command = ["make", "-n", "sweep-lr", "ARGS=optim.steps=4 seed.init=0", "ROOT=elsewhere", "SCALE=smol"]
+    printed = subprocess.run(command, cwd=grid.SWEEPS_DIR.parent, capture_output=True, text=True, check=True).stdout
+    launched, drawn = printed.strip().splitlines()[-1].split(" && ")
+    assert "sweeps.launch lr" in launched and launched.endswith("launch.root=elsewhere optim.steps=4 seed.init=0")
+    assert "analysis.figures" in drawn and drawn.endswith("lr --scale smol --overrides optim.steps=4 seed.init=0")
