@@ -38,10 +38,9 @@ def main() -> int:
         with contextlib.suppress(BrokenPipeError):
             events.write(json.dumps(event) + "\n")
 
-    import torch
+    from experiments.run import prepare_process
 
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)  # diverging runs make denormals, which are slow
+    prepare_process()
     emit(kind="ready")
     for line in sys.stdin:
         serve(json.loads(line), emit, lambda: bool(stop) or os.getppid() != parent)

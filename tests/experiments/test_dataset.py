@@ -109,6 +109,12 @@ def test_bits_per_fact_that_mean_nothing_are_refused(bits: int, source: str) -> 
         DataConfig("d", DataSource[source], ("gcd",), bits_per_fact=bits)
 
 
+@pytest.mark.parametrize("name", ["num_train", "num_test"])
+def test_fewer_examples_than_tasks_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"data.{name}: 1 .*number of tasks \\(2\\)"):
+        dataclasses.replace(GYM, **{name: 1})
+
+
 def test_split_is_the_same_for_every_run() -> None:
     one = dataset.load(GYM, tiny_tokenizer()).test["input_ids"]
     dataset._load.cache_clear()

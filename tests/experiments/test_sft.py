@@ -274,6 +274,19 @@ def test_ctrl_c_leaves_the_run_resumable(tiny_overrides: list[str], tmp_path: Pa
     assert execute(config, launch)["notes"][0].startswith("resumed from step")
 
 
+def test_a_run_by_hand_takes_one_thread(tiny_overrides: list[str]) -> None:
+    torch.set_num_threads(2)
+    assert main(tiny_overrides) == 0
+    assert torch.get_num_threads() == 1
+
+
+def test_an_impossible_point_is_refused_before_the_first_trains(tiny_overrides: list[str], capsys) -> None:
+    assert main([*tiny_overrides, "-m", "method.rank=2,4096"]) == 2
+    assert "method.rank: 4096 is not allowed" in capsys.readouterr().err
+    _, launch = parse(tiny_overrides)
+    assert not list(Path(launch.root).glob("*-r2-*"))
+
+
 def test_multirun_line_runs_every_point(tiny_overrides: list[str], tmp_path: Path) -> None:
     assert main(["-m", *tiny_overrides, "optim.steps=2", "optim.lr=1e-3,2e-3", "method.rank=1,2"]) == 0
     files = list((tmp_path / "runs").glob("*/summary.json"))
