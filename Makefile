@@ -1,17 +1,19 @@
 # Does LoRA match full fine-tuning? Every target sets up what it needs on first use.
 # Options:  SCALE=mini|smol|paper  CLUSTER=auto|local|slurm  DRY=1  ARGS='optim.steps=50 ...'
 .DEFAULT_GOAL := help
-.PHONY: help setup sweep-% status figures bases smol reference lint type test
+.PHONY: help setup sweep-% studies exact verdict status figures bases smol reference lint type test
 
 SCALE ?= mini
 CLUSTER ?= auto
 ROOT ?= runs
 ARGS ?=
+SOURCE ?=
 PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 LAUNCH = $(PY) -m sweeps.launch $* --scale $(SCALE) --cluster $(CLUSTER) launch.root=$(ROOT) $(ARGS)
+DRAW = $(PY) -m analysis.figures --root $(ROOT)
 
 help: ## list the targets
 	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -26,16 +28,26 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 sweep-%: $(READY) ## run a study and draw its figures, e.g. make sweep-lr
-	@$(if $(DRY),$(LAUNCH) --dry,$(LAUNCH) && $(PY) -m analysis.figures $* --scale $(SCALE) --root $(ROOT))
+	@$(if $(DRY),$(LAUNCH) --dry,$(LAUNCH) && $(DRAW) $* --scale $(SCALE) --overrides $(ARGS))
+
+studies: $(READY) ## run every supervised study, shared runs once; figures and verdicts of what was found
+	@$(PY) -m sweeps.studies --scale $(SCALE) $(if $(DRY),--dry) launch.root=$(ROOT) $(ARGS)
+	@$(if $(DRY),,$(MAKE) -s exact figures verdict SOURCE=--root=$(ROOT))
+
+exact: $(READY) ## measure what needs no training: first step, invariance, FLOPs, parameter counts
+	@$(PY) -m experiments.exact --root $(ROOT)
+
+verdict: $(READY) ## a verdict for each claim, from the committed reference results (SOURCE=--root=runs: your own)
+	@$(PY) -m analysis.verdict --scale $(SCALE) $(SOURCE)
 
 status: $(READY) ## where every study stands
 	@$(PY) -m sweeps.status --root $(ROOT)
 
 figures: $(READY) ## redraw all figures from the store alone
-	@$(PY) -m analysis.figures --root $(ROOT)
+	@$(DRAW)
 
-reference: $(READY) ## publish the finished lr study into analysis/reference and the README
-	@$(PY) -m analysis.figures lr --scale $(SCALE) --root $(ROOT) && $(PY) -m analysis.reference lr --scale $(SCALE) --root $(ROOT)
+reference: $(READY) ## publish the finished studies into analysis/reference and the README
+	@$(PY) -m analysis.reference --scale $(SCALE) --root $(ROOT)
 
 bases: $(READY) ## train the mini base models that the repository ships (hours)
 	$(PY) -m experiments.pretrain $(ARGS)

@@ -11,8 +11,10 @@ import numpy as np
 import pandas as pd
 
 from analysis.optimum import Optimum, Ratio, estimate, ratio
+from analysis.window import Window, usable_window
 
 VALUE = "test/nll_nats"
+BASE = "test/nll_base_nats"
 FULL = "full"
 
 _NOT_A_PANEL = ("config.method.", "config.optim.lr", "config.seed.")  # the arm, its LR, its repeats
@@ -21,7 +23,11 @@ _PANEL_ORDER = ("config.model.name", "config.data.name", "config.optim.batch_siz
 
 @dataclass(frozen=True)
 class Arm:
-    """One arm's result. ``ratio`` is None for the reference itself and where there is no reference."""
+    """One arm's result. ``ratio`` is None for the reference itself and where there is no reference.
+
+    Divergence is data: ``num_diverged`` runs at ``num_diverged_lrs`` LRs; ``window`` is the range of LRs that
+    do most of the work (None without the base's loss, or for a reward).
+    """
 
     panel: str
     name: str
@@ -29,6 +35,8 @@ class Arm:
     ratio: Ratio | None
     num_lrs: int
     num_diverged: int
+    num_diverged_lrs: int = 0
+    window: Window | None = None
 
 
 def label_arms(table: pd.DataFrame, value: str = VALUE) -> pd.DataFrame:
@@ -121,8 +129,19 @@ def find_arms(runs: pd.DataFrame, reference: str = FULL, *, maximize: bool = Fal
         for name in names:
             against = ratio(optima[name], optima[reference]) if reference in optima and name != reference else None
             num_diverged = int((rows[name]["outcome"] == "diverged").sum())
-            arms.append(Arm(str(panel), name, optima[name], against, rows[name]["lr"].nunique(), num_diverged))
+            lost_lrs = int(rows[name].loc[rows[name]["outcome"] == "diverged", "lr"].nunique())
+            window = None if maximize else _window(rows[name])
+            num_lrs = rows[name]["lr"].nunique()
+            arms.append(Arm(str(panel), name, optima[name], against, num_lrs, num_diverged, lost_lrs, window))
     return arms
+
+
+def _window(rows: pd.DataFrame) -> Window | None:
+    column = f"metric.{BASE}"
+    if column not in rows or rows[column].isna().all():
+        return None
+    means = rows.groupby("lr")["value"].agg(lambda values: values.mean() if values.notna().all() else np.nan)
+    return usable_window(np.asarray(means.index, float), np.asarray(means, float), float(rows[column].mean()))
 
 
 def arm_table(arms: Sequence[Arm]) -> pd.DataFrame:
@@ -151,6 +170,10 @@ def arm_table(arms: Sequence[Arm]) -> pd.DataFrame:
                 "num_runs": optimum.num_runs,
                 "num_lrs": arm.num_lrs,
                 "num_diverged": arm.num_diverged,
+                "num_diverged_lrs": arm.num_diverged_lrs,
+                "window_from": arm.window.low if arm.window else math.nan,
+                "window_to": arm.window.high if arm.window else math.nan,
+                "window_open": _open_sides(arm.window),
                 "noise": optimum.noise,
                 "noise_from": optimum.noise_from,
                 "verdict": optimum.verdict,
@@ -161,6 +184,12 @@ def arm_table(arms: Sequence[Arm]) -> pd.DataFrame:
         )
     numeric = ["lr_star", "ratio"]
     return pd.DataFrame(rows).astype(dict.fromkeys(numeric, float)) if rows else pd.DataFrame()
+
+
+def _open_sides(window: Window | None) -> str:
+    if window is None:
+        return ""
+    return " ".join(side for side, is_open in (("below", window.open_low), ("above", window.open_high)) if is_open)
 
 
 def arm_records(arms: Sequence[Arm]) -> list[dict[str, object]]:

@@ -1,109 +1,123 @@
-"""Reference results: ``python -m analysis.reference lr [--scale mini] [--root runs]``, or ``make reference``.
+"""Reference results: ``python -m analysis.reference [--scale mini] [--root runs]``, or ``make reference``.
 
-Copies a finished study's figures and tables into ``analysis/reference/<study>-<scale>/`` with their
-provenance and writes them into the README, so that no number there is typed by hand.
+Writes every study's runs as tables into ``analysis/reference/<scale>/`` with their provenance, draws the
+figures and the verdicts from those tables and puts them into the README, so that no number there is typed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from analysis.load import load
+from analysis import style
+from analysis.arms import Arm
+from analysis.claims import judge
+from analysis.figures.__main__ import draw, sweeps_of, write_tables
+from analysis.results import Results, from_reference, from_store, save
 from analysis.style import arm_label
+from analysis.verdict import REFERENCE_DIR, markdown, write
 from experiments import store
 
 PROJECT = Path(__file__).resolve().parent.parent
-REFERENCE_DIR = PROJECT / "analysis" / "reference"
 README = PROJECT / "README.md"
-FILES = ("lr.png", "curves.png", "lr.pdf", "curves.pdf", "optimum.csv", "optimum.json", "runs.csv")
+LIMIT_BYTES = 5_000_000
+"""What the tables may take in the repository."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, or 2 if the study is unknown, unfinished or not drawn yet."""
-    parser = argparse.ArgumentParser(prog="python -m analysis.reference", description=__doc__)
-    parser.add_argument("study")
+    """Returns the exit code: 0, or 2 if runs are missing or not reproducible, or something is not writable."""
+    parser = argparse.ArgumentParser(prog="python -m analysis.reference", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--scale", default="mini")
     parser.add_argument("--root", default="runs")
     options = parser.parse_args(arguments)
+    target = REFERENCE_DIR / options.scale
     try:
-        target = publish(options.study, options.scale, Path(options.root))
+        results = from_store(Path(options.root), options.scale)
+        check(results)
+        publish(results, target)
     except (store.StoreError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"published {target.relative_to(PROJECT)} and {README.name}")
+    print(f"published {target.relative_to(PROJECT)} ({size(target) / 1e6:.1f} MB of tables) and {README.name}")
     return 0
 
 
-def publish(study: str, scale: str, root: Path) -> Path:
-    """Copy one finished study into the repository; returns where. Raises StoreError if runs are missing."""
-    table = load(study, scale, root)
-    unfinished = int((table["state"] != "done").sum())
-    if unfinished:
-        raise store.StoreError(f"study: {unfinished} of {len(table)} runs of {study!r} ({scale}) are not done")
-    target = REFERENCE_DIR / f"{study}-{scale}"
-    target.mkdir(parents=True, exist_ok=True)
-    for name in FILES:
-        shutil.copyfile(root / "figures" / f"{study}-{scale}" / name, target / name)
-    store.write_json(target / "provenance.json", provenance(table["run_id"].tolist(), root))
-    README.write_text(with_block(README.read_text(), study, scale, block(study, scale, target)))
-    return target
+def check(results: Results) -> None:
+    """Refuse what is not whole: missing runs, runs of uncommitted code. Raises StoreError."""
+    for name in results.studies:
+        study = results.study(name)
+        if study is not None and study.missing:
+            raise store.StoreError(
+                f"study: {len(study.missing)} of {len(study.points)} runs of {name!r} ({results.scale}) are not done"
+            )
+    if not results.studies or not results.exact:
+        lacking = "study" if not results.studies else "exact record"
+        raise store.StoreError(f"reference: no {lacking} in the store; run make studies")
+    if results.provenance.get("dirty"):
+        raise store.StoreError("provenance: some runs were made with uncommitted changes; commit and run them again")
 
 
-def provenance(run_ids: Sequence[str], root: Path) -> dict[str, Any]:
-    """What the runs of a study have in common, and every value where they differ."""
-    keys = ("commit", "cpu", "num_cores", "python", "versions", "platform")
-    found: dict[str, list[Any]] = {key: [] for key in keys}
-    for run_id in run_ids:
-        record = store.read_json(root / run_id / "provenance.json")
-        for key in keys:
-            if record.get(key) not in found[key]:
-                found[key].append(record.get(key))
-    return {key: values[0] if len(values) == 1 else values for key, values in found.items()}
+def publish(results: Results, target: Path) -> None:
+    """Tables first; figures, verdicts and README from what the tables hold, as a reader of them would get it."""
+    if target.exists():
+        shutil.rmtree(target)
+    save(results, target)
+    if size(target) > LIMIT_BYTES:
+        raise store.StoreError(f"reference: {size(target)} bytes of tables are not allowed; at most {LIMIT_BYTES}")
+    results = from_reference(target)
+    verdicts = judge(results)
+    write(verdicts, results, target)
+    style.use()
+    for name, manifest in results.studies.items():
+        study = results.study(name)
+        assert study is not None
+        arms = sweeps_of(study)
+        for figure, drawn in draw(study, manifest, results.scale, arms).items():
+            style.save(drawn, target / "figures" / f"{name}-{figure}", formats=("png",))
+        if arms:
+            write_tables(name, results.scale, study.runs, arms, target / "optima" / name, with_runs=False)
+    text = README.read_text()
+    for name, content in blocks(results, target).items():
+        text = with_block(text, name, content)
+    store.write_atomic(README, text)
 
 
-def block(study: str, scale: str, target: Path) -> str:
-    """The README's account of a study, from its committed ``optimum.json`` alone."""
-    arms = json.loads((target / "optimum.json").read_text())["arms"]
+def size(target: Path) -> int:
+    """Bytes of the tables in a reference folder."""
+    return sum(path.stat().st_size for path in target.glob("*.parquet"))
+
+
+def blocks(results: Results, target: Path) -> dict[str, str]:
+    """The README's generated parts, from the reference tables alone."""
+    found = {"verdict": markdown(judge(results), results)}
+    study = results.study("lr")
+    if study is not None:
+        found["lr"] = lr_block(sweeps_of(study), target)
+    return found
+
+
+def lr_block(arms: Sequence[Arm], target: Path) -> str:
+    """Figure and table of the lr study."""
     where = target.relative_to(PROJECT).as_posix()
     lines = [
-        f"![final held-out loss against learning rate]({where}/lr.png)",
+        f"![final held-out loss against learning rate]({where}/figures/lr-lr.png)",
         "",
-        "| arm | best held-out NLL (SD of seeds) | LR* [95 %] | LR* / LR*(full) [95 %] | seeds | verdict |",
-        "|---|---|---|---|---|---|",
+        "| arm | best held-out NLL (SD of seeds) | LR* [95 %] | LR* / LR*(full) [95 %] | seeds |",
+        "|---|---|---|---|---|",
     ]
-    lines += [_row(arm) for arm in arms]
-    tables = f"Tables: [`optimum.csv`]({where}/optimum.csv), every run in [`runs.csv`]({where}/runs.csv)"
-    return "\n".join(
-        [*lines, "", _sentence(arms), "", f"{tables}; learning curves: [`curves.png`]({where}/curves.png)."]
-    )
-
-
-def _row(arm: dict[str, Any]) -> str:
-    star = f"{_lr(arm['lr_star'])} [{', '.join(map(_lr, arm['interval']))}]" if arm["lr_star"] else arm["why"]
-    ratio = f"{arm['ratio']:.1f} {_interval(arm['ratio_interval'], '.1f')}" if arm["ratio"] else "–"
-    nll = f"{arm['best_mean']:.3f} ({arm['best_sd']:.3f})"
-    return f"| {arm_label(arm['arm'])} | {nll} | {star} | {ratio} | {arm['num_seeds']} | {arm['verdict']} |"
-
-
-def _sentence(arms: list[dict[str, Any]]) -> str:
-    full = next(arm for arm in arms if arm["arm"] == "full")
-    highest = max((arm for arm in arms if arm["arm"] != "full"), key=lambda arm: int(arm["arm"].lstrip("r")))
-    gap = highest["best_mean"] - full["best_mean"]
-    text = f"At its best LR, {arm_label(highest['arm'])} ends {gap:+.3f} nats per token from full fine-tuning"
-    if not highest["ratio"]:
-        return f"{text}; the ratio of their LRs is undecided: {highest['ratio_why']}."
-    low, high = highest["ratio_interval"]
-    holds = "contains" if low <= 10 <= high else "excludes"
-    return (
-        f"{text}, and its optimal LR is {highest['ratio']:.1f} times as large; the interval "
-        f"[{low:.1f}, {high:.1f}] {holds} the post's 10."
-    )
+    for arm in arms:
+        best, against = arm.optimum, arm.ratio
+        star = f"{_lr(best.lr_star)} [{', '.join(map(_lr, best.interval or ()))}]" if best.lr_star else best.why
+        ratio = "–"
+        if against is not None and against.value is not None and against.interval is not None:
+            ratio = f"{against.value:.1f} [{against.interval[0]:.1f}, {against.interval[1]:.1f}]"
+        nll = f"{best.best:.3f} ({best.best_sd:.3f})"
+        lines.append(f"| {arm_label(arm.name)} | {nll} | {star} | {ratio} | {best.num_seeds} |")
+    return "\n".join(lines)
 
 
 def _lr(value: float) -> str:
@@ -111,15 +125,11 @@ def _lr(value: float) -> str:
     return f"{mantissa}e{int(exponent)}"
 
 
-def _interval(interval: Sequence[float], form: str) -> str:
-    return f"[{interval[0]:{form}}, {interval[1]:{form}}]"
-
-
-def with_block(text: str, study: str, scale: str, content: str) -> str:
-    """``text`` with the part between the study's two marks replaced. Raises StoreError without marks."""
-    begin, end = f"<!-- {study}-{scale}: generated, see make reference -->", f"<!-- /{study}-{scale} -->"
+def with_block(text: str, name: str, content: str) -> str:
+    """``text`` with the part between the marks of ``name`` replaced. Raises StoreError without marks."""
+    begin, end = f"<!-- {name}: generated, see make reference -->", f"<!-- /{name} -->"
     if begin not in text or end not in text:
-        raise store.StoreError(f"{README.name}: no place for {study}-{scale}; add the lines {begin} and {end}")
+        raise store.StoreError(f"{README.name}: no place for {name}; add the lines {begin} and {end}")
     head, tail = text.split(begin)[0], text.split(end)[1]
     return f"{head}{begin}\n{content}\n{end}{tail}"
 

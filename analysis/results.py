@@ -64,6 +64,19 @@ class StudyRuns:
         return read[recorded].reset_index(drop=True)
 
 
+def study_runs(name: str, settings: Mapping[str, Any], table: pd.DataFrame, curves: pd.DataFrame) -> StudyRuns:
+    """One study from the table of ``load`` (or one joined like it) and the curves of its runs.
+
+    A value that no run ends with, such as a training loss, is read off the curves; the final value is then
+    the held-out loss.
+    """
+    wanted = settings.get("value", VALUE)
+    final = wanted if f"metric.{wanted}" in table else VALUE
+    runs = label_arms(table, final)
+    kept = curves[curves["run_id"].isin(set(runs["run_id"]))].reset_index(drop=True)
+    return StudyRuns(name, settings, label_points(table), runs, kept)
+
+
 @dataclass(frozen=True)
 class Results:
     """All studies of one scale. ``points`` and ``outcomes`` have one row per distinct run."""
@@ -84,14 +97,8 @@ class Results:
         ids = pd.DataFrame({"run_id": manifest["run_ids"]})
         table = ids.merge(self.points, on="run_id", how="left").merge(self.outcomes, on="run_id", how="left")
         table["state"] = table["state"].fillna("missing")
-        varying = [c for c in table if not str(c).startswith("config.") or table[c].notna().any()]
-        table = table[varying]
-        settings = manifest.get("settings") or {}
-        wanted = settings.get("value", VALUE)
-        final = wanted if f"metric.{wanted}" in table else VALUE
-        runs = label_arms(table, final) if (table["state"] == "done").any() else label_points(table).iloc[:0]
-        curves = self.curves[self.curves["run_id"].isin(set(runs["run_id"]))]
-        return StudyRuns(name, settings, label_points(table), runs, curves.reset_index(drop=True))
+        used = [c for c in table if not str(c).startswith("config.") or table[c].notna().any()]
+        return study_runs(name, manifest.get("settings") or {}, table[used], self.curves)
 
     @property
     def num_shared(self) -> int:

@@ -114,11 +114,11 @@ def caption(figure: Figure, title: str, note: str) -> None:
     figure.suptitle(text, fontsize=SMALL_PT, x=0.01, ha="left")
 
 
-def save(figure: Figure, stem: Path) -> list[Path]:
+def save(figure: Figure, stem: Path, formats: Sequence[str] = FORMATS) -> list[Path]:
     """Write PNG, SVG and PDF without dates or versions: equal data, equal bytes."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     paths = []
-    for kind in FORMATS:
+    for kind in formats:
         path = stem.parent / f"{stem.name}.{kind}"
         figure.savefig(path, metadata=_NO_METADATA[kind])
         paths.append(path)

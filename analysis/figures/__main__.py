@@ -1,7 +1,7 @@
 """Redraw figures and tables from the store alone: ``python -m analysis.figures [STUDY ...]``.
 
-Writes ``<root>/figures/<study>-<scale>/``: ``lr`` and ``curves`` as PNG, SVG and PDF, ``optimum.csv``
-and ``optimum.json`` (one row per arm) and ``runs.csv`` (one row per run); prints the arms.
+Writes ``<root>/figures/<study>-<scale>/``: the study's figures as PNG, SVG and PDF, ``runs.csv`` (one row
+per run) and, where LRs were swept, ``optimum.csv`` and ``optimum.json`` (one row per arm); prints the arms.
 """
 
 from __future__ import annotations
@@ -20,30 +20,42 @@ from rich.console import Console
 from rich.table import Table
 
 from analysis import envelope, style
-from analysis.arms import FULL, VALUE, Arm, arm_records, arm_table, find_arms, label_arms
+from analysis.arms import FULL, Arm, arm_records, arm_table, find_arms
 from analysis.figures import curves, lr
+from analysis.figures.registry import FIGURES
 from analysis.load import load, load_curves
+from analysis.results import StudyRuns, study_runs
 from experiments import store
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, or 2 for an unknown study or an unreadable store."""
+    """Returns the exit code: 0, or 2 for an unknown study or an unreadable store; the other studies are drawn."""
     parser = argparse.ArgumentParser(prog="python -m analysis.figures", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("studies", nargs="*", metavar="STUDY", help="default: every study in the store, at every scale")
     parser.add_argument("--scale", default="mini")
+    parser.add_argument("--overrides", nargs="*", default=[], help="those STUDY was launched with")
     parser.add_argument("--root", default="runs")
     parser.add_argument("--out", default=None, help="default: <root>/figures")
     options = parser.parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     style.use()
     root = Path(options.root)
+    out = Path(options.out or root / "figures")
     try:
-        chosen = [(study, options.scale) for study in options.studies] or store.list_studies(root)
-        if not chosen:
-            print(f"no studies in {root} yet; start with: make sweep-lr", file=sys.stderr)
-        for study, scale in chosen:
-            redraw(study, scale, root, Path(options.out or root / "figures") / f"{study}-{scale}")
+        named = [store.study_name(study, options.overrides) for study in options.studies]
+        chosen = [(study, options.scale) for study in named] or store.list_studies(root)
+    except store.StoreError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if not chosen:
+        print(f"no studies in {root} yet; start with: make sweep-lr", file=sys.stderr)
+    return max([_try_to_redraw(study, scale, root, out / f"{study}-{scale}") for study, scale in chosen], default=0)
+
+
+def _try_to_redraw(study: str, scale: str, root: Path, out: Path) -> int:
+    try:
+        redraw(study, scale, root, out)
     except (store.StoreError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -57,27 +69,47 @@ def redraw(study: str, scale: str, root: Path, out: Path) -> None:
     """Figures and tables of one study into ``out``; says what is missing, draws what is there."""
     manifest = store.read_study(root, study, scale)
     table = load(study, scale, root)
-    settings: Mapping[str, Any] = manifest.get("settings") or {}
-    reference, value = settings.get("reference", FULL), settings.get("value", VALUE)
-    runs = label_arms(table, value)
-    if runs.empty:
+    if not (table["state"] == "done").any():
         print(f"{study} ({scale}): none of its {len(table)} runs is finished yet, nothing to draw")
         return
-    arms = find_arms(runs, reference, maximize=bool(settings.get("maximize", False)))
-    caption = _caption(manifest, scale, runs, len(table))
-    paper_ratio = float(settings["ratio_paper"]) if "ratio_paper" in settings else None
-    figures: dict[str, Figure] = {"lr": lr.figure(runs, arms, caption, paper_ratio, reference)}
-    recorded = load_curves(runs, root)
-    if envelope.CURVE in recorded:
-        figures["curves"] = curves.figure(runs, arms, recorded, caption, reference)
+    found = study_runs(study, manifest.get("settings") or {}, table, load_curves(table, root))
+    arms = sweeps_of(found)
+    figures = draw(found, manifest, scale, arms)
     for name, figure in figures.items():
         style.save(figure, out / name)
     write_tables(study, scale, table, arms, out)
-    print_arms(arms, f"{study} ({scale}): {_tally(table, runs)}")
-    for note in filter(None, [envelope.unequal_counts(runs)]):
+    title = f"{study} ({scale}): {_tally(table, found.runs)}"
+    if arms:
+        print_arms(arms, title)
+    else:
+        print(title)
+    for note in filter(None, [envelope.unequal_counts(found.runs) if arms else ""]):
         print(f"note: {note}")
     print(f"figures: {', '.join(f'{out / name}.png' for name in figures)} (also .svg, .pdf)")
-    print(f"tables: {out / 'optimum.csv'}, {out / 'optimum.json'}, {out / 'runs.csv'}")
+    print(f"tables: {', '.join(str(path) for path in sorted(out.glob('*.csv')))}")
+
+
+def sweeps_of(study: StudyRuns) -> list[Arm]:
+    """LR* of every arm, if the study sweeps the LR at all."""
+    if study.runs.groupby(["panel", "arm"])["lr"].nunique().max() < 3:
+        return []
+    settings = study.settings
+    return find_arms(study.runs, settings.get("reference", FULL), maximize=bool(settings.get("maximize", False)))
+
+
+def draw(study: StudyRuns, manifest: Mapping[str, Any], scale: str, arms: Sequence[Arm]) -> dict[str, Figure]:
+    """The study's own figure, by its file's ``figure``, and the general ones where LRs were swept."""
+    caption = _caption(manifest, scale, study.runs, len(study.points))
+    own = str(manifest.get("figure", "lr"))
+    figures = {own: FIGURES[own](study, caption)} if own in FIGURES else {}
+    if arms:
+        reference = study.settings.get("reference", FULL)
+        ratio_paper = study.settings.get("ratio_paper")
+        ten = float(ratio_paper) if isinstance(ratio_paper, int | float) else None
+        figures["lr"] = lr.figure(study.runs, arms, caption, ten, reference)
+        if own == "lr" and envelope.CURVE in study.curves:
+            figures["curves"] = curves.figure(study.runs, arms, study.curves, caption, reference)
+    return figures
 
 
 def _caption(manifest: Mapping[str, Any], scale: str, runs: pd.DataFrame, expected: int) -> str:
@@ -95,10 +127,15 @@ def _tally(table: pd.DataFrame, runs: pd.DataFrame) -> str:
     return ", ".join([*parts, *(f"{count} {str(state).replace('_', ' ')}" for state, count in others.items())])
 
 
-def write_tables(study: str, scale: str, table: pd.DataFrame, arms: Sequence[Arm], out: Path) -> None:
+def write_tables(
+    study: str, scale: str, table: pd.DataFrame, arms: Sequence[Arm], out: Path, *, with_runs: bool = True
+) -> None:
     """``runs.csv`` holds every expected run, also those without a result."""
     out.mkdir(parents=True, exist_ok=True)
-    table.to_csv(out / "runs.csv", index=False)
+    if with_runs:
+        table.to_csv(out / "runs.csv", index=False)
+    if not arms:
+        return
     arm_table(arms).to_csv(out / "optimum.csv", index=False)
     document = {"study": study, "scale": scale, "arms": arm_records(arms)}
     (out / "optimum.json").write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")

@@ -1,9 +1,10 @@
 """Pointwise minima on curves small enough to do by hand."""
 
+import numpy as np
 import pandas as pd
 import pytest
 
-from analysis.envelope import best_run, envelope, mean_curves, unequal_counts
+from analysis.envelope import best_run, envelope, mean_curves, minimum_bias, unequal_counts
 
 RUNS = pd.DataFrame(
     [("a0", 1e-3, "0"), ("a1", 1e-3, "1"), ("b0", 2e-3, "0"), ("b1", 2e-3, "1")], columns=["run_id", "lr", "seed"]
@@ -47,3 +48,26 @@ def test_unequal_counts_says_which_arm_is_flattered():
     more = pd.concat([RUNS, RUNS.iloc[:1].assign(arm="full", run_id="f")])
     assert unequal_counts(RUNS) == ""
     assert "r1 2, full 1" in unequal_counts(more)
+
+
+def test_minimum_bias_is_the_expected_least_of_normal_draws():
+    rng = np.random.default_rng(0)
+    known = {1: 0.0, 2: -1 / np.sqrt(np.pi), 3: -3 / (2 * np.sqrt(np.pi)), 7: -1.3522}  # order statistics
+    assert {n: minimum_bias(n, rng) for n in known} == pytest.approx(known, abs=0.02)
+
+
+def test_envelope_of_equal_lrs_lies_lower_the_more_of_them_there_are():
+    """Simulated arms without any difference, 200 studies each: the bias is the one that minimum_bias says, at equal
+    counts it cancels, and at 7 LRs against 3 it would pass for half a standard deviation of improvement."""
+    rng = np.random.default_rng(1)
+
+    def lowest(num_lrs: int) -> float:
+        runs = pd.DataFrame({"run_id": [f"r{k}" for k in range(num_lrs)], "lr": 1e-3 * 2.0 ** np.arange(num_lrs)})
+        noise = rng.standard_normal(num_lrs)
+        table = pd.DataFrame({"run_id": runs["run_id"], "step": 1, "metric.test/nll_nats": noise})
+        return float(envelope(mean_curves(runs.assign(panel="", arm="r1", seed="0"), table))["nll"].iloc[0])
+
+    few, many, again = (np.mean([lowest(n) for _ in range(200)]) for n in (3, 7, 7))
+    assert few == pytest.approx(minimum_bias(3, rng), abs=0.15)
+    assert many == pytest.approx(minimum_bias(7, rng), abs=0.15)
+    assert few - many > 0.3 and abs(many - again) < 0.25

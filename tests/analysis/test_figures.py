@@ -127,6 +127,16 @@ def test_command_names_what_is_missing_and_draws_the_rest(make_store, capsys, ca
     assert "62 of 63 runs have a result, 9 diverged, 1 missing" in capsys.readouterr().out
 
 
+def test_command_draws_the_other_studies_when_one_is_damaged(make_store, capsys, monkeypatch):
+    monkeypatch.setattr(style, "FORMATS", ("svg",))
+    root = make_store(num_seeds=1)
+    (root / "studies" / "a-mini.json").write_text("{")
+    assert main(["--root", str(root)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1 and "a-mini.json: damaged" in captured.err
+    assert (root / "figures" / "lr-mini" / "lr.svg").exists()
+
+
 def test_command_without_results_says_so(make_store, capsys):
     root = make_store(num_seeds=1)
     for path in root.glob("toy-*/summary.json"):

@@ -1,43 +1,77 @@
-"""The README's numbers are the committed tables' numbers, and those are what the estimator says."""
+"""The committed reference results: whole, small, reproducible, and what README and verdicts say of them."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from functools import lru_cache
+from pathlib import Path
 
-import pandas as pd
 import pytest
+from synthetic_studies import make_results, without
 
 from analysis import reference
-from analysis.arms import arm_records, find_arms, label_arms
+from analysis.claims import judge
+from analysis.results import Results, from_reference
+from analysis.verdict import REFERENCE_DIR, record
 from experiments.store import StoreError
 
-PUBLISHED = sorted(path.name for path in reference.REFERENCE_DIR.iterdir())
+FOLDER = REFERENCE_DIR / "mini"
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_readme_shows_the_committed_numbers(name: str) -> None:
-    study, _, scale = name.rpartition("-")
+@lru_cache(maxsize=1)
+def committed() -> Results:
+    return from_reference(FOLDER)
+
+
+def test_every_expected_run_is_there_from_committed_code() -> None:
+    reference.check(committed())
+    assert committed().provenance["num_runs"] == len(committed().points) == len(committed().outcomes)
+    assert reference.size(FOLDER) <= reference.LIMIT_BYTES
+
+
+def test_committed_verdicts_follow_from_the_committed_runs() -> None:
+    recorded = json.loads((FOLDER / "verdict.json").read_text())["claims"]
+    for now, then in zip(judge(committed()), recorded, strict=True):
+        again = record(now)
+        assert (again["claim"], again["verdict"], again["here"]) == (then["claim"], then["verdict"], then["here"])
+
+
+def test_readme_shows_what_the_tables_say() -> None:
     text = reference.README.read_text()
-    content = reference.block(study, scale, reference.REFERENCE_DIR / name)
-    assert reference.with_block(text, study, scale, content) == text, "run: make reference"
+    for name, content in reference.blocks(committed(), FOLDER).items():
+        assert reference.with_block(text, name, content) == text, "run: make reference"
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_committed_optima_follow_from_the_committed_runs(name: str) -> None:
-    target = reference.REFERENCE_DIR / name
-    arms = find_arms(label_arms(pd.read_csv(target / "runs.csv", keep_default_na=False, na_values=[""])))
-    recorded = json.loads((target / "optimum.json").read_text())["arms"]
-    again = json.loads(json.dumps(arm_records(arms)))
-    assert [arm["arm"] for arm in again] == [arm["arm"] for arm in recorded]
-    for new, old in zip(again, recorded, strict=True):
-        for key in ("lr_star", "ratio", "best_mean"):
-            assert new[key] == (None if old[key] is None else pytest.approx(old[key], rel=1e-9))
-        assert new["verdict"] == old["verdict"]
+def test_what_is_not_whole_is_refused() -> None:
+    whole = make_results(("lr",))
+    reference.check(whole)
+    with pytest.raises(StoreError, match="1 of 105 runs of 'lr'"):
+        reference.check(without(whole, f"run_id == '{whole.points['run_id'][3]}'"))
+    with pytest.raises(StoreError, match="no exact record"):
+        reference.check(dataclasses.replace(whole, exact={}))
+    with pytest.raises(StoreError, match="uncommitted changes"):
+        reference.check(dataclasses.replace(whole, provenance={"dirty": True}))
+
+
+def test_publishing_writes_tables_figures_verdicts_and_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readme = tmp_path / "README.md"
+    marks = "<!-- {0}: generated, see make reference -->\nold\n<!-- /{0} -->\n"
+    readme.write_text("head\n" + marks.format("verdict") + marks.format("lr") + "tail\n")
+    monkeypatch.setattr(reference, "README", readme)
+    monkeypatch.setattr(reference, "PROJECT", tmp_path)
+    target = tmp_path / "reference" / "mini"
+    reference.publish(make_results(("lr",)), target)
+    names = {path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()}
+    assert {"points.parquet", "runs.parquet", "curves.parquet", "verdict.md", "figures/lr-lr.png"} <= names
+    text = readme.read_text()
+    assert "old" not in text and text.startswith("head\n") and text.endswith("tail\n")
+    assert "| **C5** LoRA's optimal LR" in text and "![final held-out loss" in text and "reproduced" in text
 
 
 def test_block_goes_between_its_marks_and_nowhere_else() -> None:
-    text = "a\n<!-- lr-mini: generated, see make reference -->\nold\n<!-- /lr-mini -->\nb\n"
-    assert "old" not in reference.with_block(text, "lr", "mini", "new")
-    assert reference.with_block(text, "lr", "mini", "old") == text
-    with pytest.raises(StoreError, match="no place for rank-mini"):
-        reference.with_block(text, "rank", "mini", "new")
+    text = "a\n<!-- lr: generated, see make reference -->\nold\n<!-- /lr -->\nb\n"
+    assert "old" not in reference.with_block(text, "lr", "new")
+    assert reference.with_block(text, "lr", "old") == text
+    with pytest.raises(StoreError, match="no place for rank"):
+        reference.with_block(text, "rank", "new")

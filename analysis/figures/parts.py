@@ -1,0 +1,151 @@
+"""What the figures of the studies share: the arms a study expects, what is missing of them, marks, notes."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter
+
+from analysis import style
+from analysis.arms import FULL
+from analysis.judges.common import TooLittle
+from analysis.results import StudyRuns
+
+NLL_LABEL = "held-out NLL (nats per completion token)"
+PAPER: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+"""Behind words that stand on lines."""
+PAPER_COLOR = "#777777"
+"""Lines that are not measured here: the post's numbers and theories."""
+MOST_NAMED = 6
+"""Missing arms or LRs named in a caption; the rest are counted."""
+_UNEMBED = "-unembed"
+
+
+def expected_arms(study: StudyRuns, panel: str | None = None) -> list[str]:
+    """Every arm that the study (or one panel of it) asks for, full first, then by rank; also those without a run."""
+    points = study.points if panel is None else study.points[study.points["panel"] == panel]
+    return [str(arm) for arm in dict.fromkeys(points.sort_values(["rank", "arm"], kind="stable")["arm"])]
+
+
+def labels(arms: Sequence[str]) -> dict[str, str]:
+    """Legend text per arm; the unembedding is named only where arms differ in it."""
+    lora = [arm for arm in arms if arm != FULL]
+    alike = bool(lora) and all(arm.endswith(_UNEMBED) for arm in lora)
+    return {arm: style.arm_label(arm.removesuffix(_UNEMBED) if alike else arm) for arm in arms}
+
+
+def arm_looks(arms: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """``style.arm_looks``, but a single LoRA arm is dark: the palest shade is for the lowest of several ranks."""
+    looks = style.arm_looks(arms)
+    lora = [arm for arm in looks if arm != FULL]
+    if len(lora) == 1:
+        looks[lora[0]]["color"] = colormaps["viridis"](0.35)
+    return looks
+
+
+def by_panel(study: StudyRuns) -> list[tuple[str, StudyRuns]]:
+    """(panel, the study as if it had nothing else), in the study's order; also panels without a run."""
+    parts = []
+    for panel in dict.fromkeys(study.points["panel"]):
+        runs = study.runs[study.runs["panel"] == panel].reset_index(drop=True)
+        curves = study.curves[study.curves["run_id"].isin(set(runs["run_id"]))].reset_index(drop=True)
+        points = study.points[study.points["panel"] == panel].reset_index(drop=True)
+        parts.append((str(panel), replace(study, points=points, runs=runs, curves=curves)))
+    return parts
+
+
+def seeds_text(runs: pd.DataFrame) -> str:
+    """``n = 3 seeds``, or the fewest and most at a point of the grid."""
+    if runs.empty:
+        return "n = 0: no finished run"
+    counts = runs.groupby(["panel", "arm", "lr"])["seed"].nunique()
+    low, high = int(counts.min()), int(counts.max())
+    return f"n = {low} seed{'s' * (low > 1)}" if low == high else f"n = {low} to {high} seeds"
+
+
+def lacking(study: StudyRuns) -> str:
+    """Which arms have no finished run or none that did not diverge, and at which other LRs none is finished."""
+    keys = ["panel", "arm"]
+    names = labels(expected_arms(study))
+    expected = [(str(p), str(a)) for p, a in study.points[keys].drop_duplicates().itertuples(index=False)]
+    done = set(study.runs[keys].drop_duplicates().itertuples(index=False, name=None))
+    absent = [key for key in expected if key not in done]
+    usable = set(study.runs.loc[study.runs["value"].notna(), keys].itertuples(index=False, name=None))
+    spoilt = [key for key in expected if key in done - usable]
+    holes = [f"{_named(p, names[a])} at LR {lr:g}" for p, a, lr in study.holes if (p, a) in done]
+    parts = [
+        (absent, "no finished run of", [_named(p, names[a]) for p, a in absent]),
+        (spoilt, "every run diverged of", [_named(p, names[a]) for p, a in spoilt]),
+        (holes, "no finished run yet of", holes),
+    ]
+    return "; ".join(f"{words} {_listed(named)}" for found, words, named in parts if found)
+
+
+def _named(panel: str, label: str) -> str:
+    return f"{label} ({panel})" if panel else label
+
+
+def _listed(names: Sequence[str]) -> str:
+    rest = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def caption(figure: Figure, text: str, study: StudyRuns, *notes: str) -> None:
+    """Where the runs come from; n; what the marks mean; what is missing."""
+    style.caption(figure, text, "; ".join(filter(None, [seeds_text(study.runs), *notes, lacking(study)])))
+
+
+def attempt(axes: Axes, draw: Callable[[], str | None]) -> str:
+    """What ``draw`` says for the caption; where the runs do not suffice, the reason stands in the panel instead."""
+    try:
+        return draw() or ""
+    except TooLittle as error:
+        say(axes, f"not yet: {error}")
+        return ""
+
+
+def say(axes: Axes, text: str) -> None:
+    """Words in the middle of a panel that has nothing to show."""
+    if not axes.has_data():  # then the numbers along its axes mean nothing
+        axes.set(xticks=[], yticks=[])
+    axes.annotate(textwrap.fill(text, 30), (0.5, 0.5), xycoords="axes fraction", ha="center", va="center",
+                  fontsize=style.SMALL_PT, bbox=PAPER)  # fmt: skip
+
+
+def say_left_of(axes: Axes, x: float, text: str) -> None:
+    """Words at the top of a panel, to the left of a vertical line at ``x``."""
+    axes.annotate(text, (x, 0.985), xycoords=("data", "axes fraction"), xytext=(-3, 0), textcoords="offset points",
+                  ha="right", va="top", fontsize=style.SMALL_PT, bbox=PAPER)  # fmt: skip
+
+
+def whiskers(axes: Axes, table: pd.DataFrame, x: str, y: str, look: dict[str, Any], **more: Any) -> None:
+    """Points at columns ``x`` and ``y`` with bars from column ``low`` to ``high``; a NaN end leaves the bar away."""
+    spread = np.array([table[y] - table["low"], table["high"] - table[y]], dtype=float)
+    axes.errorbar(table[x], table[y], yerr=spread, capsize=2, elinewidth=0.9, **{**look, **more})
+
+
+def value_ticks(axes: Axes, values: Sequence[float], which: str = "x") -> None:
+    """Logarithmic axis that is labelled at the settings there are (ranks, widths, batch sizes) and nowhere else."""
+    low, high = min(values), max(values)
+    pad = (high / low) ** 0.12 if high > low else 1.5
+    getattr(axes, f"set_{which}lim")(low / pad, high * pad)
+    style.log_axis(axes, which)
+    axis = getattr(axes, f"{which}axis")
+    axis.set_major_locator(FixedLocator(sorted(set(values))))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def undecided(axes: Axes, at: pd.Series, look: dict[str, Any], row: int = 0) -> None:
+    """Crosses just above the x axis where there is no number; ``row`` 1, 2, ... stand above row 0."""
+    if at.empty:  # an empty unclipped line has no extent, which the layout cannot take
+        return
+    axes.plot(at, np.full(len(at), 0.03 + 0.045 * row), transform=axes.get_xaxis_transform(), linestyle="none",
+              marker="x", markersize=5, color=look["color"], clip_on=False, zorder=5)  # fmt: skip
