@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from experiments import store
+from experiments import manifests, store
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def load(study: str | None = None, scale: str = "mini", root: str | Path = "runs
         rows = [_row(record) for record in records]
         missing: list[str] = []
     else:
-        manifest = store.read_study(root, study, scale)
+        manifest = manifests.read_study(root, study, scale)
         rows, missing, left_out = _expected(root, manifest["run_ids"], manifest.get("configs", {}))
     table = pd.DataFrame(rows, columns=None if rows else FIRST)
     table = table[[*FIRST, *sorted(c for c in map(str, table.columns) if c not in FIRST)]]

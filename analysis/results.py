@@ -19,7 +19,7 @@ import pandas as pd
 
 from analysis.arms import VALUE, label_arms, label_points
 from analysis.load import load, load_curves
-from experiments import store
+from experiments import manifests, store
 
 Hole = tuple[str, str, float]
 """Panel, arm and LR at which no run is finished."""
@@ -110,9 +110,9 @@ def from_store(root: Path, scale: str = "mini") -> Results:
     """Collect every study of ``scale`` in a store. Raises store.StoreError for an unreadable one."""
     studies: dict[str, Mapping[str, Any]] = {}
     tables = []
-    for name, found in store.list_studies(root):
+    for name, found in manifests.list_studies(root):
         if found == scale and "+" not in name:  # a + names overrides that make it another study
-            manifest = store.read_study(root, name, scale)
+            manifest = manifests.read_study(root, name, scale)
             studies[name] = {key: value for key, value in manifest.items() if key != "configs"}
             tables.append(load(name, scale, root))
     empty = pd.DataFrame({"run_id": [], "state": [], "outcome": [], "step": []})

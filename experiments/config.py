@@ -110,8 +110,8 @@ class DataConfig:
         elif self.source is DataSource.reasoning_gym:
             _require(len(self.tasks) > 0, "data.tasks", self.tasks, "name at least one reasoning-gym task")
             for name in ("num_train", "num_test"):
-                allowed = f"it must be at least the number of tasks ({len(self.tasks)})"
-                _require(getattr(self, name) >= len(self.tasks), f"data.{name}", getattr(self, name), allowed)
+                least = f"it must be at least the number of tasks ({len(self.tasks)})"
+                _require(getattr(self, name) >= len(self.tasks), f"data.{name}", getattr(self, name), least)
         else:
             _require(bool(self.path), "data.path", self.path, "name the file or the hub data set")
 

@@ -18,7 +18,7 @@ import yaml
 
 from experiments.compose import expand, parse
 from experiments.config import ConfigError, LaunchConfig, RunConfig, encode, run_id
-from experiments.store import study_name
+from experiments.manifests import study_name
 
 SWEEPS_DIR = Path(__file__).resolve().parent
 FIELDS = ("title", "figure", "claims", "settings", "scales")

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.config import ConfigError, DataSource
-from experiments.store import StoreError, ensure_root, log_path, write_study
+from experiments.manifests import write_study
+from experiments.store import StoreError, ensure_root, log_path
 from sweeps.display import Display, warn
 from sweeps.grid import Study, known_studies, load_study
 from sweeps.plan import find, print_plan

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from experiments import store
+from experiments import manifests, store
 from sweeps.display import warn
 
 
@@ -26,17 +26,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"no runs yet in {root}; start with: make sweep-lr")
                 return 0
         records, left_out = store.scan(root)
-        studies = store.list_studies(root)
+        studies = manifests.list_studies(root)
     except store.StoreError as error:
         warn(f"error: {error}")
         return 2
     by_id = {record.run_id: record for record in records}
-    console = Console(highlight=False, soft_wrap=True, width=store.MAX_NAME + 100)  # no name is cut off
+    console = Console(highlight=False, soft_wrap=True, width=manifests.MAX_NAME + 100)  # no name is cut off
     states = ("done", "diverged", "running", "partial", "failed", "damaged", "new")
     table = Table("study", "scale", "runs", *states, box=None)
     for study, scale in studies:
         try:
-            run_ids = store.read_study(root, study, scale)["run_ids"]
+            run_ids = manifests.read_study(root, study, scale)["run_ids"]
         except store.StoreError as error:
             left_out.append(f"left out: {error}")
             continue

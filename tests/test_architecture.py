@@ -14,7 +14,7 @@ PACKAGES = ("experiments", "sweeps", "analysis", "slurm")
 ALLOWED = {
     "experiments": {"experiments"},
     "sweeps": {"sweeps", "experiments", "slurm"},
-    "analysis": {"analysis", "experiments.store"},
+    "analysis": {"analysis", "experiments.store", "experiments.manifests"},
     "slurm": {"slurm", "experiments"},
 }
 BOUNDARIES = {  # library -> the only modules that may import it

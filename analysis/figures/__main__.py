@@ -25,7 +25,7 @@ from analysis.figures import curves, lr
 from analysis.figures.registry import FIGURES
 from analysis.load import load, load_curves
 from analysis.results import StudyRuns, study_runs
-from experiments import store
+from experiments import manifests, store
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     root = Path(options.root)
     out = Path(options.out or root / "figures")
     try:
-        named = [store.study_name(study, options.overrides) for study in options.studies]
-        chosen = [(study, options.scale) for study in named] or store.list_studies(root)
+        named = [manifests.study_name(study, options.overrides) for study in options.studies]
+        chosen = [(study, options.scale) for study in named] or manifests.list_studies(root)
     except store.StoreError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -67,7 +67,7 @@ def _try_to_redraw(study: str, scale: str, root: Path, out: Path) -> int:
 
 def redraw(study: str, scale: str, root: Path, out: Path) -> None:
     """Figures and tables of one study into ``out``; says what is missing, draws what is there."""
-    manifest = store.read_study(root, study, scale)
+    manifest = manifests.read_study(root, study, scale)
     table = load(study, scale, root)
     if not (table["state"] == "done").any():
         print(f"{study} ({scale}): none of its {len(table)} runs is finished yet, nothing to draw")

@@ -111,8 +111,10 @@ def departures(study: StudyRuns) -> pd.DataFrame:
     table = envelopes(study)
     ranks = lora_arms(arms_of(study.runs))
     wide = table.pivot_table(index="step", columns=["arm", "seed"], values="nll")
-    variances = [wide[arm].to_numpy().var(axis=1, ddof=1) for arm in [*ranks, FULL] if arm in wide]
-    sd = np.sqrt(np.nanmean(variances, axis=0))
+    repeated = [arm for arm in [*ranks, FULL] if arm in wide and wide[arm].shape[1] > 1]
+    if not repeated:
+        raise TooLittle("the noise of an envelope needs two seeds")
+    sd = np.sqrt(np.mean([wide[arm].to_numpy().var(axis=1, ddof=1) for arm in repeated], axis=0))
     delta = float(study.settings["departure"]["seed_sd"]) * sd
     rows = []
     for arm in ranks[:-1]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from synthetic import STARS, write_run
 
-from experiments import store
+from experiments import manifests
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def make_store(tmp_path: Path) -> Callable[..., Path]:
         ]
         settings = {"reference": "full", "value": "test/nll_nats", "ratio_paper": 10}
         manifest = {"title": "Loss against learning rate", "figure": "lr", "claims": [], "settings": settings}
-        store.write_study(root, "lr", "mini", {**manifest, "run_ids": ids})
+        manifests.write_study(root, "lr", "mini", {**manifest, "run_ids": ids})
         return root
 
     return make

@@ -79,7 +79,7 @@ def test_exact_claims_follow_their_records() -> None:
         "C9": {**post().exact["C9"], "adam": {**post().exact["C9"]["adam"], "mean_squared_z": 1.5}},
         "C21": {**post().exact["C21"], "largest": {"corrected_eps": {"weights": 1e-6}, "shared_eps": {"weights": 0.1}}},
         "C23": {**post().exact["C23"], "layers": [{"ratio": 0.9, "rank": 16, "width": 64}]},
-        "C24": {"rows": [row | {"with_unembedding": row["without_unembedding"]} for row in post().exact["C24"]["rows"]]},
+        "C24": {"rows": [r | {"with_unembedding": r["without_unembedding"]} for r in post().exact["C24"]["rows"]]},
     }
     for name, record in wrong.items():
         results = dataclasses.replace(post(), exact={**post().exact, name: record})

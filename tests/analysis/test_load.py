@@ -10,13 +10,13 @@ import pytest
 from synthetic import run_id
 
 from analysis import load, load_curves
-from experiments import store
+from experiments import manifests, store
 
 
 def test_load_gives_one_row_per_expected_run_in_the_manifest_order(make_store):
     root = make_store(num_seeds=1)
     table = load("lr", root=root)
-    assert table["run_id"].tolist() == store.read_study(root, "lr", "mini")["run_ids"]
+    assert table["run_id"].tolist() == manifests.read_study(root, "lr", "mini")["run_ids"]
     assert {"run_id", "state", "outcome", "step", "config.method.rank", "metric.test/nll_nats"} <= set(table)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from functools import lru_cache
 from pathlib import Path
 
@@ -41,6 +42,11 @@ def test_readme_shows_what_the_tables_say() -> None:
     text = reference.README.read_text()
     for name, content in reference.blocks(committed(), FOLDER).items():
         assert reference.with_block(text, name, content) == text, "run: make reference"
+
+
+def test_every_picture_of_the_readme_is_there() -> None:
+    pictures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", reference.README.read_text())
+    assert len(pictures) > 4 and all((reference.PROJECT / picture).is_file() for picture in pictures)
 
 
 def test_what_is_not_whole_is_refused() -> None:

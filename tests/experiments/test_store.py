@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import claim, store
+from experiments import claim, manifests, store
 
 CONFIG = {"optim": {"lr": 0.1}}
 SUMMARY = {"outcome": "finished", "step": 1, "metrics": {}, "time": {"total_s": 1.0}}
@@ -237,40 +237,40 @@ def test_checkpoint_deleted_while_it_is_looked_at_is_not_sound(tmp_path: Path, m
 
 def test_unreadable_root_is_one_line(tmp_path: Path, forbid: Callable[[Path], None]) -> None:
     forbid(tmp_path)
-    for ask in (store.scan, store.list_studies, lambda root: store.read_study(root, "lr", "mini")):
+    for ask in (store.scan, manifests.list_studies, lambda root: manifests.read_study(root, "lr", "mini")):
         with pytest.raises(store.StoreError, match="permission denied"):
             ask(tmp_path)
 
 
 def test_study_manifest_of_a_newer_version_is_never_overwritten(tmp_path: Path, forbid: Callable[[Path], None]) -> None:
-    store.write_study(tmp_path, "lr", "mini", MANIFEST)
+    manifests.write_study(tmp_path, "lr", "mini", MANIFEST)
     path = tmp_path / "studies" / "lr-mini.json"
     newer = json.dumps(json.loads(path.read_text()) | {"format": store.FORMAT + 1, "run_ids": {"other": "shape"}})
     path.write_text(newer)
-    for ask in (store.write_study, lambda *where: store.read_study(*where[:3])):
+    for ask in (manifests.write_study, lambda *where: manifests.read_study(*where[:3])):
         with pytest.raises(store.NewerStore, match="lr-mini.json: format: 2 was written by a newer version"):
             ask(tmp_path, "lr", "mini", MANIFEST)
     assert path.read_text() == newer
     path.write_text(newer[:20])  # a damaged one says nothing that the study file does not
-    store.write_study(tmp_path, "lr", "mini", MANIFEST)
-    assert store.read_study(tmp_path, "lr", "mini")["run_ids"] == ["r-1"]
+    manifests.write_study(tmp_path, "lr", "mini", MANIFEST)
+    assert manifests.read_study(tmp_path, "lr", "mini")["run_ids"] == ["r-1"]
     forbid(path)
     with pytest.raises(store.StoreError, match="lr-mini.json: permission denied"):
-        store.write_study(tmp_path, "lr", "mini", MANIFEST)
+        manifests.write_study(tmp_path, "lr", "mini", MANIFEST)
 
 
 @pytest.mark.parametrize("field", MANIFEST)
 def test_study_manifest_without_its_fields_is_one_line(tmp_path: Path, field: str) -> None:
-    store.write_study(tmp_path, "lr", "mini", {k: v for k, v in MANIFEST.items() if k != field})
+    manifests.write_study(tmp_path, "lr", "mini", {k: v for k, v in MANIFEST.items() if k != field})
     with pytest.raises(store.StoreError, match=f"lr-mini.json: damaged: {field}: missing"):
-        store.read_study(tmp_path, "lr", "mini")
+        manifests.read_study(tmp_path, "lr", "mini")
     (tmp_path / "studies" / ".lr-mini.json.17.tmp").write_text("")
     (tmp_path / "studies" / ".lr-mini.json").write_text("")
-    assert store.list_studies(tmp_path) == [("lr", "mini")]
+    assert manifests.list_studies(tmp_path) == [("lr", "mini")]
 
 
 def test_study_name_says_the_science_and_nothing_else() -> None:
-    name = store.study_name
+    name = manifests.study_name
     assert name("lr", []) == name("lr", ["launch.root=x", "launch.workers=1"]) == "lr"
     both = name("lr", ["seed.init=0", "launch.root=x", "optim.steps=50"])
     assert both == name("lr", ["optim.steps=50", "seed.init=0"]) == "lr+optim.steps=50+seed.init=0"
@@ -283,10 +283,10 @@ def test_study_name_is_a_file_name_and_its_own(tmp_path: Path) -> None:
         ["model.name=a+seed.init=3"], ["model.name=a", "seed.init=3"], ["data.tasks=[a, b]"],
         *([f"model.path={'x' * 300}{k}"] for k in range(2)), ["model.name=é"], ["model.name=.."],
     ]  # fmt: skip
-    names = [store.study_name("lr", each) for each in overrides]
+    names = [manifests.study_name("lr", each) for each in overrides]
     assert len(set(names)) == len(names)
     for name in names:
         assert set(name) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+=._-")
-        assert name.startswith("lr+") and len(name) <= store.MAX_NAME
-        store.write_study(tmp_path, name, "mini", MANIFEST)
-    assert set(store.list_studies(tmp_path)) == {(name, "mini") for name in names}
+        assert name.startswith("lr+") and len(name) <= manifests.MAX_NAME
+        manifests.write_study(tmp_path, name, "mini", MANIFEST)
+    assert set(manifests.list_studies(tmp_path)) == {(name, "mini") for name in names}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import claim, store
+from experiments import claim, manifests
 from sweeps import status
 
 SUMMARY = {"outcome": "finished", "step": 1, "metrics": {}, "time": {"total_s": 1.0}}
@@ -27,7 +27,7 @@ def root(tmp_path: Path) -> Path:
             elif name == "r-failed":
                 writer.fail("ValueError: no", "traceback")
     ids = ["r-done", "r-diverged", "r-failed", "r-partial", "r-new"]
-    store.write_study(root, "lr", "mini", MANIFEST | {"run_ids": ids})
+    manifests.write_study(root, "lr", "mini", MANIFEST | {"run_ids": ids})
     return root
 
 
@@ -68,8 +68,8 @@ def test_status_names_damaged_and_unreadable_runs_and_goes_on(
 
 
 def test_status_names_damaged_manifests_and_lists_the_others(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    name = store.study_name("lr", ["optim.steps=50", f"model.name={'x' * 200}"])
-    store.write_study(root, name, "mini", MANIFEST | {"run_ids": ["r-done"]})
+    name = manifests.study_name("lr", ["optim.steps=50", f"model.name={'x' * 200}"])
+    manifests.write_study(root, name, "mini", MANIFEST | {"run_ids": ["r-done"]})
     (root / "studies" / "a-mini.json").write_text("{")
     (root / "studies" / "b-mini.json").write_text(json.dumps({"format": 1}))
     out = told(root, capsys)

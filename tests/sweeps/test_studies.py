@@ -9,7 +9,7 @@ import pytest
 
 from analysis.claims import CLAIMS
 from analysis.figures.registry import FIGURES
-from experiments import store
+from experiments import manifests, store
 from experiments.config import encode
 from experiments.run import execute
 from sweeps import studies
@@ -67,7 +67,7 @@ def test_each_study_keeps_its_own_manifest(tmp_path: Path, monkeypatch: pytest.M
     assert studies.main(["lr", "batch"]) == 0
     assert sorted(trained) == sorted({p.run_id for study in few.values() for p in study.points})
     for name, study in few.items():
-        manifest = store.read_study(tmp_path, name, "mini")
+        manifest = manifests.read_study(tmp_path, name, "mini")
         assert manifest["run_ids"] == [p.run_id for p in study.points]
         assert manifest["configs"] == {p.run_id: encode(p.config) for p in study.points}
 

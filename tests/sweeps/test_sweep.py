@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from experiments import store
+from experiments import manifests, store
 from experiments.config import encode
 from experiments.run import execute
 from sweeps import grid, launch, status
@@ -220,14 +220,14 @@ def test_overrides_make_a_study_of_their_own(study: str, tmp_path: Path, capsys:
     root = tmp_path / "runs"
     plain = grid.load_study(study, "mini", ["launch.workers=1"])
     assert (plain.name, plain.title) == ("tiny", "Tiny")
-    store.write_study(root, plain.name, plain.scale, plain.manifest())
+    manifests.write_study(root, plain.name, plain.scale, plain.manifest())
     manifest = (root / "studies" / "tiny-mini.json").read_bytes()
     overrides = ["seed.init=0", "optim.steps=4"]
     name = "tiny+optim.steps=4+seed.init=0"
     assert launch.main([study, *overrides]) == 0
     assert f"{name} (mini): 6 runs" in capsys.readouterr().err
     assert (root / "studies" / "tiny-mini.json").read_bytes() == manifest
-    assert store.read_study(root, name, "mini")["title"] == f"Tiny ({name})"
+    assert manifests.read_study(root, name, "mini")["title"] == f"Tiny ({name})"
     assert draw([study, "--root", str(root), "--overrides", *overrides]) == 0
     drawn = {path: path.stat().st_mtime_ns for path in (root / "figures" / f"{name}-mini").iterdir()}
     assert len(drawn) > 6 and not (root / "figures" / "tiny-mini").exists()
