@@ -60,7 +60,8 @@ class StudyRuns:
         rows = self.curves.loc[self.curves["step"] == step, ["run_id", column]].rename(columns={column: "value"})
         read = self.runs.drop(columns="value").merge(rows, on="run_id", how="left")
         read["value"] = read["value"].where((read["outcome"] != "diverged") | (read["step"] > step))
-        recorded = read["value"].notna() | (read["outcome"] == "diverged")
+        lost = (read["outcome"] == "diverged") & (read["config.optim.steps"] >= step)
+        recorded = read["value"].notna() | lost
         return read[recorded].reset_index(drop=True)
 
 
@@ -158,8 +159,9 @@ def save(results: Results, folder: Path) -> None:
                          if name == "provenance" else dict(getattr(results, name)))  # fmt: skip
 
 
-def from_reference(folder: Path) -> Results:
+def from_reference(folder: str | Path) -> Results:
     """Read what ``save`` wrote. Raises store.StoreError, in one line, for a folder that is not such."""
+    folder = Path(folder)
     try:
         tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in ("points", "runs", "curves")}
         texts = {name: json.loads((folder / f"{name}.json").read_text()) for name in ("studies", "exact", "provenance")}
