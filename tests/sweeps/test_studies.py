@@ -29,12 +29,12 @@ def test_every_study_composes_at_every_scale_with_equal_lr_counts(name: str, sca
         config = point.config
         compared = (config.model.name, config.optim.batch_size)
         lrs[compared, config.method].add(config.optim.lr)
-        seeds[compared, config.method].add(config.seed.init)
+        seeds[compared, config.method, config.optim.lr].add(config.seed.init)
     if name != "width":  # its alphas are no arms of one comparison
         for compared in {key[0] for key in lrs}:
             assert len({len(found) for key, found in lrs.items() if key[0] == compared}) == 1, compared
-    expected = sum(len(lrs[key]) * len(seeds[key]) for key in lrs)
-    assert len(study.points) == expected  # every LR of every arm with every seed
+    if scale == "mini":  # seeds may be added around an optimum, but every LR of every arm has at least two
+        assert min(map(len, seeds.values())) >= 2
 
 
 @pytest.mark.parametrize("name", known_studies())
