@@ -41,6 +41,7 @@ RC: dict[str, Any] = {
     "pdf.fonttype": 42,
     "savefig.dpi": 200,
 }
+UNEMBED = "-unembed"
 FORMATS = ("png", "svg", "pdf")
 _NO_METADATA: dict[str, dict[str, None]] = {
     "png": {"Software": None},
@@ -74,6 +75,19 @@ def arm_label(arm: str) -> str:
     if not match:
         return "full fine-tuning" if arm == "full" else arm
     return f"LoRA rank {match[1]}" + (f" ({match[2].replace('-', ', ')})" if match[2] else "")
+
+
+def arm_labels(arms: Sequence[str], reference: str = "full") -> dict[str, str]:
+    """Legend text per arm; the unembedding is named only where the LoRA arms differ in it."""
+    lora = [arm for arm in arms if arm != reference]
+    alike = bool(lora) and all(arm.endswith(UNEMBED) for arm in lora)
+    return {arm: arm_label(arm.removesuffix(UNEMBED) if alike else arm) for arm in arms}
+
+
+def legend_columns(labels: Sequence[str]) -> int:
+    """How many columns of the longest label fit the text width (7.5 pt type, line sample and gap 0.7 in)."""
+    longest_in = 0.7 + 0.06 * max(map(len, labels), default=1)
+    return max(1, min(len(labels), int(WIDTH_IN / longest_in)))
 
 
 def log_axis(axes: Axes, which: str = "x", *, most: int = 7) -> None:

@@ -117,7 +117,9 @@ def _caption(manifest: Mapping[str, Any], scale: str, runs: pd.DataFrame, expect
     data = " + ".join(sorted(set(runs["config.data.name"])))
     own = " (the suite's own small models)" if scale == "mini" else ""
     missing = f"; {expected - len(runs)} of {expected} runs without a result" if len(runs) < expected else ""
-    return f"{manifest['title']}: {models} on {data}, {scale} scale{own}{missing}"
+    lora = runs[runs["config.method.kind"] == "lora"]
+    adapted = ", LoRA on the unembedding too" if len(lora) and lora["config.method.unembed"].all() else ""
+    return f"{manifest['title']}: {models} on {data}, {scale} scale{own}{adapted}{missing}"
 
 
 def _tally(table: pd.DataFrame, runs: pd.DataFrame) -> str:

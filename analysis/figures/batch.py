@@ -55,17 +55,15 @@ def batch_looks(batches: list[int]) -> dict[int, dict[str, Any]]:
             for k, (batch, shade) in enumerate(zip(batches, shades, strict=True))}  # fmt: skip
 
 
-def draw_curves(study: StudyRuns, batches: list[int], arms: list[str], axes: Axes) -> str:
-    """Held-out NLL against examples seen of full and the highest rank. Returns what is not among the lines."""
+def draw_curves(study: StudyRuns, batches: list[int], arms: list[str], axes: Axes) -> None:
+    """Held-out NLL against examples seen of full and the highest rank."""
     shown = []
-    failed = []
     looks = batch_looks(batches)
     for batch in batches:
         for arm, line in ((FULL, "-"), (arms[-1], "--")):
             try:
                 table = best_curve(study, batch, arm)
-            except TooLittle:
-                failed.append(f"{parts.labels(arms)[arm]} at batch size {batch}")
+            except TooLittle:  # the caption names arms without a usable run
                 continue
             axes.plot(table["examples"], table["nll"], linestyle=line, **looks[batch])
             shown.append(table)
@@ -83,7 +81,6 @@ def draw_curves(study: StudyRuns, batches: list[int], arms: list[str], axes: Axe
     for arm, line in ((FULL, "-"), (arms[-1], "--")):
         handles.append(Line2D([], [], color="#555555", linestyle=line, label=parts.labels(arms)[arm]))
     axes.legend(handles=handles, loc="upper right", handlelength=2.4, labelspacing=0.3)
-    return f"no usable run of {', '.join(failed)}" if failed else ""
 
 
 def best_curve(study: StudyRuns, batch: int, arm: str) -> pd.DataFrame:
@@ -131,7 +128,9 @@ def draw_gaps(study: StudyRuns, batches: list[int], looks: Looks, axes: Axes) ->
             try:
                 found = gap(study.runs[study.runs[BATCH] == batch], arm, FULL).estimate
             except TooLittle as error:
-                failed.append(f"batch size {batch}: {error}")
+                inside = study.runs[(study.runs[BATCH] == batch) & study.runs["value"].notna()]
+                if {arm, FULL} <= set(inside["arm"]):  # else the caption names the arm as it is
+                    failed.append(f"{batch}: {error}")
                 continue
             low, high = found.interval()
             rows.append({"batch": batch * _aside(k), "gap": found.value, "low": low, "high": high})
@@ -140,7 +139,7 @@ def draw_gaps(study: StudyRuns, batches: list[int], looks: Looks, axes: Axes) ->
             parts.whiskers(axes, pd.DataFrame(rows), "batch", "gap", look)
     if not drawn:
         raise TooLittle("no batch size with both LoRA and full fine-tuning")
-    return f"no gap at {'; '.join(dict.fromkeys(failed))}" if failed else ""
+    return f"no gap at batch size {'; '.join(dict.fromkeys(failed))}" if failed else ""
 
 
 def _aside(k: int) -> float:

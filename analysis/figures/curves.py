@@ -38,9 +38,11 @@ def figure(
         left.set_ylabel("held-out NLL\n(nats per completion token)")
         left.set_title(f"{panel}: pointwise minimum over LRs" if panel else "pointwise minimum over LRs", loc="left")
         right.set_title("best single LR (chosen at the last step)", loc="left")
-    handles = [Line2D([], [], label=style.arm_label(name), **look) for name, look in looks.items()
+    labels = style.arm_labels([*looks], reference)
+    handles = [Line2D([], [], label=labels[name], **look) for name, look in looks.items()
                if any(arm.name == name for arm in arms)]  # fmt: skip
-    fig.legend(handles=handles, loc="outside lower center", ncols=min(5, len(handles)), handlelength=2.2)
+    ncols = style.legend_columns([*labels.values()])
+    fig.legend(handles=handles, loc="outside lower center", ncols=ncols, handlelength=2.2)
     counts = runs.groupby(["panel", "arm", "lr"]).size()
     seeds = f"{counts.min()}" if counts.nunique() == 1 else f"{counts.min()} to {counts.max()}"
     lrs = envelope.unequal_counts(runs) or f"{int(runs.groupby(['panel', 'arm'])['lr'].nunique().max())} LRs per arm"

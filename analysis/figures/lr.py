@@ -60,9 +60,11 @@ def figure(
         draw_ratios(inside, right, looks, paper_ratio, reference)
         left.set_ylabel(value_label)
         left.set_title(panel, loc="left")
-    handles = [Line2D([], [], label=style.arm_label(name), **look) for name, look in looks.items()
+    labels = style.arm_labels([*looks], reference)
+    handles = [Line2D([], [], label=labels[name], **look) for name, look in looks.items()
                if any(arm.name == name for arm in arms)]  # fmt: skip
-    fig.legend(handles=handles, loc="outside lower center", ncols=min(5, len(handles)), handlelength=2.2)
+    ncols = style.legend_columns([*labels.values()])
+    fig.legend(handles=handles, loc="outside lower center", ncols=ncols, handlelength=2.2)
     how = "points: mean over seeds, whiskers: lowest and highest seed; at the top: ▲ mean above the frame, "
     how += f"{TIMES} a run diverged there; at the bottom: LR* with its 95 % interval (bootstrap over seeds, at least"
     style.caption(fig, caption, f"{seed_text(arms)}; {how} half a grid step to each side)")
@@ -165,7 +167,8 @@ def draw_ratios(
     if paper_ratio:
         axes.axvline(paper_ratio, color="#777777", linestyle="--", linewidth=0.9, zorder=1)
         axes.set_title(f"dashed: the post's {paper_ratio:g}{TIMES}", fontsize=style.SMALL_PT)
-    axes.set_yticks(range(len(shown)), [style.arm_label(arm.name).removeprefix("LoRA ") for arm in shown])
+    labels = style.arm_labels([arm.name for arm in arms], reference)
+    axes.set_yticks(range(len(shown)), [labels[arm.name].removeprefix("LoRA ") for arm in shown])
     axes.set_ylim(len(shown) - 0.4, -0.7)
     axes.set_xlim(low, high)
     style.log_axis(axes, most=6)

@@ -26,6 +26,8 @@ PAPER_COLOR = "#777777"
 """Lines that are not measured here: the post's numbers and theories."""
 MOST_NAMED = 6
 """Missing arms or LRs named in a caption; the rest are counted."""
+NUM_LINES = 3
+"""Lines of caption that a figure's height allows for."""
 _UNEMBED = "-unembed"
 
 
@@ -90,7 +92,7 @@ def lacking(study: StudyRuns) -> str:
 
 
 def _named(panel: str, label: str) -> str:
-    return f"{label} ({panel})" if panel else label
+    return f"{label} ({panel.replace('_', ' ')})" if panel else label
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -98,9 +100,19 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
+def blank(study: StudyRuns, text: str) -> Figure:
+    """The figure of a study of which not even the configurations are known."""
+    figure = Figure(figsize=(style.WIDTH_IN, 2.0), layout="constrained")
+    say(figure.subplots(), "no run and no configuration of this study is known")
+    caption(figure, text, study)
+    return figure
+
+
 def caption(figure: Figure, text: str, study: StudyRuns, *notes: str) -> None:
     """Where the runs come from; n; what the marks mean; what is missing."""
     style.caption(figure, text, "; ".join(filter(None, [seeds_text(study.runs), *notes, lacking(study)])))
+    more = figure.get_suptitle().count("\n") + 1 - NUM_LINES
+    figure.set_figheight(figure.get_figheight() + max(0, more) * 1.2 * style.SMALL_PT / 72)  # the panels keep theirs
 
 
 def attempt(axes: Axes, draw: Callable[[], str | None]) -> str:

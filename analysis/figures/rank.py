@@ -6,6 +6,7 @@ import math
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -61,8 +62,9 @@ def draw_curves(study: StudyRuns, axes: Axes, looks: Looks) -> str:
         rows = mean[mean["arm"] == arm]
         axes.plot(rows["step"], rows["mean"], markevery=2, **{"markersize": 3, **looks[arm]})
         axes.fill_between(rows["step"], rows["min"], rows["max"], color=looks[arm]["color"], alpha=0.2, linewidth=0)
-        at = rows.loc[rows["step"] == left.get(arm), ["step", "mean"]]
-        axes.plot(at["step"], at["mean"], **_LEAVES)
+        if math.isfinite(left.get(arm, math.inf)):  # a median of two seeds may lie between two evaluations
+            nll = float(np.interp(math.log(left[arm]), np.log(rows["step"]), rows["mean"]))
+            axes.plot([left[arm]], [nll], **_LEAVES)
     # The fall of the first steps would hide the arms, but every departure is shown.
     first = min(
         [

@@ -6,15 +6,23 @@ from collections.abc import Callable
 
 from matplotlib.figure import Figure
 
-from analysis.figures import batch, capacity, early, length, placement, rank, width
+from analysis.figures import batch, capacity, early, length, parts, placement, rank, width
 from analysis.results import StudyRuns
 
-FIGURES: dict[str, Callable[[StudyRuns, str], Figure]] = {
-    "rank": rank.figure,
-    "length": length.figure,
-    "width": width.figure,
-    "batch": batch.figure,
-    "placement": placement.figure,
-    "early": early.figure,
-    "capacity": capacity.figure,
+Draw = Callable[[StudyRuns, str], Figure]
+
+
+def _unless_unknown(draw: Draw) -> Draw:
+    """``draw``, with an empty panel for a study whose manifest is older than its configurations and runs."""
+    return lambda study, caption: parts.blank(study, caption) if study.points.empty else draw(study, caption)
+
+
+FIGURES: dict[str, Draw] = {
+    "rank": _unless_unknown(rank.figure),
+    "length": _unless_unknown(length.figure),
+    "width": _unless_unknown(width.figure),
+    "batch": _unless_unknown(batch.figure),
+    "placement": _unless_unknown(placement.figure),
+    "early": _unless_unknown(early.figure),
+    "capacity": _unless_unknown(capacity.figure),
 }
