@@ -120,15 +120,21 @@ def from_store(root: Path, scale: str = "mini") -> Results:
     table = pd.concat(tables, ignore_index=True).drop_duplicates("run_id") if tables else empty
     configured = [str(c) for c in table if str(c).startswith("config.")]
     done = table[table["state"] == "done"]
-    exact = root / "exact.json"
+    file = root / "exact.json"
+    exact = store.read_json(file) if file.exists() else {}
+    origin = provenance(done["run_id"].tolist(), root)
+    if exact:  # which machine and user measured it is nobody's business
+        measured = exact.pop("provenance", {})
+        origin["exact"] = {key: measured.get(key) for key in ("commit", "cpu", "num_cores", "versions")}
+        origin["dirty"] |= bool(measured.get("diff"))
     return Results(
         scale,
         table[["run_id", *configured]].reset_index(drop=True),
         done[[c for c in table if c not in configured]].reset_index(drop=True),
         load_curves(done, root),
         studies,
-        store.read_json(exact) if exact.exists() else {},
-        provenance(done["run_id"].tolist(), root),
+        exact,
+        origin,
     )
 
 

@@ -70,7 +70,10 @@ def test_module_is_one_a_person_can_hold(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= MAX_LINES
 
 
-@pytest.mark.parametrize("module", ["analysis", "analysis.figures.__main__", "sweeps.launch", "sweeps.status"])
+@pytest.mark.parametrize(
+    "module",
+    ["analysis", "analysis.figures.__main__", "analysis.verdict", "sweeps.launch", "sweeps.status", "sweeps.studies"],
+)
 def test_module_starts_without_torch(module: str) -> None:
     """A second launch and every redraw stay fast because nothing heavy is imported."""
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"

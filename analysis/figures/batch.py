@@ -38,7 +38,7 @@ def figure(study: StudyRuns, caption: str) -> Figure:
         parts.attempt(middle, lambda: draw_finals(study, batches, looks, middle)),
         parts.attempt(right, lambda: draw_gaps(study, batches, looks, right)),
     ]
-    names = parts.labels(arms)
+    names = style.arm_labels(arms)
     handles = [Line2D([], [], label=names[arm], **looks[arm]) for arm in arms]
     fig.legend(handles=handles, loc="outside lower center", ncols=min(5, len(handles)), handlelength=2.2)
     parts.caption(fig, caption, study, "each batch size and arm at its best LR of its own sweep",
@@ -79,7 +79,7 @@ def draw_curves(study: StudyRuns, batches: list[int], arms: list[str], axes: Axe
     style.log_axis(axes, most=5)
     handles = [Line2D([], [], label=f"batch size {batch}", **look) for batch, look in looks.items()]
     for arm, line in ((FULL, "-"), (arms[-1], "--")):
-        handles.append(Line2D([], [], color="#555555", linestyle=line, label=parts.labels(arms)[arm]))
+        handles.append(Line2D([], [], color="#555555", linestyle=line, label=style.arm_labels(arms)[arm]))
     axes.legend(handles=handles, loc="upper right", handlelength=2.4, labelspacing=0.3)
 
 

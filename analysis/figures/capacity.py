@@ -32,7 +32,7 @@ def figure(study: StudyRuns, caption: str) -> Figure:
     fig = Figure(figsize=(style.WIDTH_IN, 3.7), layout="constrained")
     axes = fig.subplots()
     few = parts.attempt(axes, lambda: draw(study, axes, looks))
-    names = parts.labels(arms)
+    names = style.arm_labels(arms)
     handles = [Line2D([], [], label=names[arm], **{**looks[arm], "linestyle": "none"}) for arm in arms]
     per = study.settings["bits_per_parameter_paper"]
     for line, words in (("--", f"{per:g} bits per parameter (the post)"), (":", "all bits there are")):
@@ -72,7 +72,7 @@ def draw(study: StudyRuns, axes: Axes, looks: Looks) -> str:
             axes.plot(below["num_trainable"], np.full(len(below), 0.0), transform=axes.get_xaxis_transform(),
                       **{**look, "fillstyle": "none", "clip_on": False})  # fmt: skip
     few = list(dict.fromkeys(table.loc[table["bits"] <= floor, "arm"]))
-    names = parts.labels(list(looks))
+    names = style.arm_labels(list(looks))
     notes = (
         [f"hollow on the axis: less than {100 * FEW:g} % of all bits ({', '.join(names[arm] for arm in few)})"]
         if few

@@ -37,7 +37,7 @@ def figure(study: StudyRuns, caption: str) -> Figure:
     left, right = fig.subplots(1, 2)
     notes = [parts.attempt(left, lambda: draw_losses(study, left, looks)),
              parts.attempt(right, lambda: draw_difference(study, right))]  # fmt: skip
-    names = parts.labels(arms)
+    names = style.arm_labels(arms)
     handles = [Line2D([], [], label=names[arm], **looks[arm]) for arm in arms]
     fig.legend(handles=handles, loc="outside lower center", ncols=min(5, len(handles)), handlelength=2.2)
     lrs = ", ".join(f"{lr:g}" for lr in sorted(study.points["lr"].unique()))

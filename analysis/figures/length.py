@@ -32,7 +32,7 @@ def figure(study: StudyRuns, caption: str) -> Figure:
     left, right = fig.subplots(1, 2)
     unknown = parts.attempt(left, lambda: draw_ratios(study, left, looks))
     parts.attempt(right, lambda: draw_optima(study, right, looks))
-    names = parts.labels(arms)
+    names = style.arm_labels(arms)
     handles = [Line2D([], [], label=names[arm], **looks[arm]) for arm in arms]
     handles += [
         Line2D([], [], color=parts.PAPER_COLOR, linestyle=line, linewidth=0.9,

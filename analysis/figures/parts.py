@@ -28,20 +28,12 @@ MOST_NAMED = 6
 """Missing arms or LRs named in a caption; the rest are counted."""
 NUM_LINES = 3
 """Lines of caption that a figure's height allows for."""
-_UNEMBED = "-unembed"
 
 
 def expected_arms(study: StudyRuns, panel: str | None = None) -> list[str]:
     """Every arm that the study (or one panel of it) asks for, full first, then by rank; also those without a run."""
     points = study.points if panel is None else study.points[study.points["panel"] == panel]
     return [str(arm) for arm in dict.fromkeys(points.sort_values(["rank", "arm"], kind="stable")["arm"])]
-
-
-def labels(arms: Sequence[str]) -> dict[str, str]:
-    """Legend text per arm; the unembedding is named only where arms differ in it."""
-    lora = [arm for arm in arms if arm != FULL]
-    alike = bool(lora) and all(arm.endswith(_UNEMBED) for arm in lora)
-    return {arm: style.arm_label(arm.removesuffix(_UNEMBED) if alike else arm) for arm in arms}
 
 
 def arm_looks(arms: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -76,7 +68,7 @@ def seeds_text(runs: pd.DataFrame) -> str:
 def lacking(study: StudyRuns) -> str:
     """Which arms have no finished run or none that did not diverge, and at which other LRs none is finished."""
     keys = ["panel", "arm"]
-    names = labels(expected_arms(study))
+    names = style.arm_labels(expected_arms(study))
     expected = [(str(p), str(a)) for p, a in study.points[keys].drop_duplicates().itertuples(index=False)]
     done = set(study.runs[keys].drop_duplicates().itertuples(index=False, name=None))
     absent = [key for key in expected if key not in done]

@@ -91,6 +91,8 @@ def draw_finals(study: StudyRuns, model: str, axes: Axes) -> None:
                           xycoords=("axes fraction", "data"), fontsize=style.SMALL_PT, bbox=parts.PAPER)  # fmt: skip
     axes.set_yticks(range(len(rows)), [_row_label(runs, str(placement), int(rank)) for placement, rank in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
+    if not axes.containers:  # then the numbers along the axis mean nothing
+        axes.set_xticks([])
     axes.set_xlabel("final " + parts.NLL_LABEL)
     axes.grid(visible=False, axis="y")
 

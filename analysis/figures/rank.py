@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -40,7 +41,7 @@ def figure(study: StudyRuns, caption: str) -> Figure:
         notes.append(parts.attempt(left, partial(draw_curves, inside, left, looks)))
         notes.append(parts.attempt(right, partial(draw_gaps, inside, right)))
         left.set_title(f"{panel}: pointwise minimum over LRs".removeprefix(": "), loc="left")
-    names = parts.labels(arms)
+    names = style.arm_labels(arms)
     handles = [Line2D([], [], label=names[arm], **looks[arm]) for arm in arms]
     handles.append(Line2D([], [], label="leaves the highest rank's curve", **_LEAVES))
     fig.legend(handles=handles, loc="outside lower center", ncols=3, handlelength=2.2)
@@ -56,7 +57,8 @@ def draw_curves(study: StudyRuns, axes: Axes, looks: Looks) -> str:
     """Envelopes, departures and the ends of the data sets. Returns which ranks never leave."""
     if study.runs.empty:
         raise TooLittle("no finished run")
-    table, ends, left = curves.envelopes(study), curves.sizes(study), departure_steps(study)
+    shown, ends, left = seeds_with_every_lr(study), curves.sizes(study), departure_steps(study)
+    table = curves.envelopes(shown)
     mean = table.groupby(["arm", "step"], sort=True)["nll"].agg(["mean", "min", "max"]).reset_index()
     for arm in (arm for arm in looks if arm in set(mean["arm"])):
         rows = mean[mean["arm"] == arm]
@@ -66,17 +68,22 @@ def draw_curves(study: StudyRuns, axes: Axes, looks: Looks) -> str:
             nll = float(np.interp(math.log(left[arm]), np.log(rows["step"]), rows["mean"]))
             axes.plot([left[arm]], [nll], **_LEAVES)
     # The fall of the first steps would hide the arms, but every departure is shown.
-    first = min(
-        [
-            float(study.settings["burn_in_frac"]) * ends["large"],
-            *(step / 1.3 for step in left.values() if math.isfinite(step)),
-        ]
-    )
+    burn_in = float(study.settings["burn_in_frac"]) * ends["large"]
+    first = min(burn_in, *left.values()) / 1.05
     _focus(axes, mean[mean["step"] >= max(first, 1.0)], ends)
     axes.set_xlabel("step")
     axes.set_ylabel(parts.NLL_LABEL.replace(" (", "\n("))
-    never = [style.arm_label(arm.removesuffix("-unembed")) for arm, step in left.items() if math.isinf(step)]
-    return f"{', '.join(never)} did not leave in at least half of the seeds" if never else ""
+    names = style.arm_labels([*looks])
+    never = ", ".join(names[arm] for arm, step in left.items() if math.isinf(step))
+    return "; ".join([*([f"{never} did not leave in at least half of the seeds"] if never else []),
+                      *(["left: the seeds that ran every LR of an arm"] if len(shown.runs) < len(study.runs) else [])])  # fmt: skip
+
+
+def seeds_with_every_lr(study: StudyRuns) -> StudyRuns:
+    """Per arm the seeds with the most LRs: seeds added around the optimum alone have no minimum over all LRs."""
+    counts = study.runs.groupby(["panel", "arm", "seed"])["lr"].transform("nunique")
+    most = counts.groupby([study.runs["panel"], study.runs["arm"]]).transform("max")
+    return replace(study, runs=study.runs[counts == most].reset_index(drop=True))
 
 
 def departure_steps(study: StudyRuns) -> dict[str, float]:

@@ -54,12 +54,16 @@ def test_shared_runs_are_held_once() -> None:
 
 def test_store_and_its_missing_runs(make_store, monkeypatch: pytest.MonkeyPatch) -> None:
     root: Path = make_store(num_seeds=2)  # without provenance files
-    monkeypatch.setattr("analysis.results.provenance", lambda ids, root: {"num_runs": len(ids)})
+    monkeypatch.setattr("analysis.results.provenance", lambda ids, root: {"num_runs": len(ids), "dirty": False})
     manifest = manifests.read_study(root, "lr", "mini")
     more = {"run_ids": [*manifest["run_ids"], "gone-1"], "configs": {"gone-1": {"method": {"kind": "full"}}}}
     manifests.write_study(root, "lr", "mini", manifest | more)
     manifests.write_study(root, "lr+optim.steps=5", "mini", manifest)
+    measured = {"host": "mine", "commit": "1" * 40, "diff": "+x"}
+    store.write_json(root / "exact.json", {"C24": {"rows": []}, "provenance": measured})
     results: Results = from_store(root)
+    assert results.exact == {"C24": {"rows": []}} and results.provenance["dirty"] is True
+    assert results.provenance["exact"]["commit"] == "1" * 40 and "mine" not in str(results.provenance)
     assert list(results.studies) == ["lr"]  # overridden studies are others
     assert "gone-1" in set(results.points["run_id"]) and "gone-1" not in set(results.outcomes["run_id"])
     assert len(results.curves) and results.study("nope") is None

@@ -115,7 +115,7 @@ def expected_words(results: Results, name: str) -> list[str]:
     if name == "width":
         widths = {width_of(model) for model in points["config.model.name"]}
         return [str(width) for width in widths] + [f"{alpha:g}" for alpha in points["config.method.alpha"].unique()]
-    return list(parts.labels(parts.expected_arms(study)).values())
+    return list(style.arm_labels(parts.expected_arms(study)).values())
 
 
 def test_every_study_has_its_figure():
