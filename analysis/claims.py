@@ -93,7 +93,7 @@ CLAIMS: tuple[Claim, ...] = (
           "LR ratio at several lengths of the same runs", "slope on log steps below 0, one-sided",
           _GRID, ("length",), judge=rates.short_runs_want_more),
     Claim("C11", "Large batches cost LoRA more than full fine-tuning", "gap grows with batch size",
-          "slope of the gap on log batch size, LR swept for each", "above 0, one-sided, at both ranks",
+          "slope of the gap on log batch size, LR swept for each", "above 0, one-sided, at both ranks; below the margin refutes",
           "paired seeds", ("batch",), judge=gaps.batch_penalty_grows),
     Claim("C12", "The batch penalty does not depend on rank", "none",
           "difference of that slope between two ranks", "TOST within the margin of the study",

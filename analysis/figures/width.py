@@ -36,12 +36,12 @@ def figure(study: StudyRuns, caption: str) -> Figure:
     left.set_ylabel("LR* ratio of LoRA to full fine-tuning")
     handles, words = left.get_legend_handles_labels()
     if handles:
-        fig.legend(handles, words, loc="outside lower center", ncols=2, handlelength=2.8)
+        fig.legend(handles, words, loc="outside lower center", ncols=1, handlelength=2.8)
     read_at = f"read off at {study.settings['read_at']} steps"
     crosses = "; crosses: undecided" if len(table) and table["ratio"].isna().any() else ""
     parts.caption(fig, caption, study, read_at, "whiskers: 95 % interval (bootstrap over seeds, at least half a "
-                  f"grid step to each side){crosses}; excluded: by the 95 % interval of the slope of log "
-                  "ratio on log width", *dict.fromkeys(notes))  # fmt: skip
+                  f"grid step to each side){crosses}; excluded: outside the 95 % interval of the slope "
+                  "of log ratio on log width, or of the ratio at a width", *dict.fromkeys(notes))  # fmt: skip
     return fig
 
 
@@ -52,7 +52,7 @@ def draw_widths(study: StudyRuns, table: pd.DataFrame, axes: Axes) -> str:
     axes.set_xlabel("model width")
     axes.set_title(f"alpha {ALPHA:g}", loc="left")
     known = table[(table["alpha"] == ALPHA) & table["ratio"].notna()] if len(table) else table
-    verdicts, slope_text = judge_accounts(table)
+    verdicts, slope_text = judge_accounts(table, float(study.settings["ratio_paper"]))
     span = np.geomspace(asked[0] / 1.15, asked[-1] * 1.15, 50)
     for name, (line, words) in _accounts(study, known).items():
         axes.plot(span, line(span), color=parts.PAPER_COLOR, linestyle=_LINES[name], linewidth=1.1, zorder=1,
@@ -65,16 +65,21 @@ def draw_widths(study: StudyRuns, table: pd.DataFrame, axes: Axes) -> str:
     return "; ".join([slope_text, *(f"width {row.width} is undecided: {row.why}" for row in unknown.itertuples())])
 
 
-def judge_accounts(table: pd.DataFrame) -> tuple[dict[str, str], str]:
-    """(excluded or not, by the name of each hypothesis; the slope that says so, or why there is none)."""
+def judge_accounts(table: pd.DataFrame, ratio_paper: float) -> tuple[dict[str, str], str]:
+    """(excluded or not and by what, by the name of each hypothesis; the slope, or why there is none)."""
     if table.empty:
         return {}, ""
+    levels = rates.excluded_levels(table, ratio_paper, ALPHA)
+    by_level = {name: f"by its value at {', '.join(map(str, at))}" for name, at in levels.items() if at}
     try:
         slope = rates.width_slope(table, ALPHA)
     except TooLittle as error:
-        return {}, f"no slope: {error}"
+        return {name: f"excluded {words}" for name, words in by_level.items()}, f"no slope: {error}"
     low, high = slope.interval()
-    verdicts = {name: "excluded" if is_out else "not excluded" for name, is_out in rates.excluded(slope).items()}
+    verdicts = {}
+    for name, is_out in rates.excluded(slope).items():
+        reasons = [*(["by the slope"] if is_out else []), *([by_level[name]] if name in by_level else [])]
+        verdicts[name] = f"excluded {' and '.join(reasons)}" if reasons else "not excluded"
     return verdicts, f"slope {slope.value:+.2f} [{low:.2f}, {high:.2f}]"
 
 

@@ -122,6 +122,16 @@ def excluded(estimate: Estimate) -> dict[str, bool]:
     return {name: not low <= value <= high for name, value in HYPOTHESES.items()}
 
 
+def excluded_levels(table: pd.DataFrame, ratio_paper: float, alpha: float = 32.0) -> dict[str, list[int]]:
+    """Widths at which a hypothesis that names a value lies outside the measured 95 % interval."""
+    known = table[(table["alpha"] == alpha) & table["ratio"].notna()]
+    predicted = {"constant": ratio_paper + 0 * known["width"], "width / (2 alpha)": known["width"] / (2 * alpha)}
+    return {
+        name: known.loc[(value < known["low"]) | (value > known["high"]), "width"].astype(int).tolist()
+        for name, value in predicted.items()
+    }
+
+
 def ratio_is_free_of_width(study: StudyRuns) -> Finding:
     """C6: the slope's interval includes 0 and excludes the 1 of width / (2 alpha)."""
     table = ratio_by_width(study)
@@ -133,7 +143,10 @@ def ratio_is_free_of_width(study: StudyRuns) -> Finding:
     decision: Decision = "no" if out["constant"] else "yes" if out["width / (2 alpha)"] else "undecided"
     ratios = ", ".join(f"{row.ratio:.1f} at {row.width}" for row in table[table["alpha"] == 32.0].itertuples())
     names = [name for name, is_out in out.items() if is_out]
-    why = f"slope of log ratio on log width; excluded: {', '.join(names) or 'none of the three'}"
+    why = f"slope of log ratio on log width; excluded by it: {', '.join(names) or 'none of the three'}"
+    for name, widths in excluded_levels(table, float(study.settings["ratio_paper"])).items():
+        value = f"{study.settings['ratio_paper']:g}" if name == "constant" else name
+        why += f"; the value {value} is excluded at {', '.join(map(str, widths))}" if widths else ""
     if len(unknown):
         why += f"; undecided at {', '.join(unknown['panel'])}"
     needs = "more seeds, LRs closer together or more widths" if decision == "undecided" else ""
