@@ -55,12 +55,16 @@ def draw_losses(study: StudyRuns, axes: Axes, looks: Looks) -> None:
         raise TooLittle("no finished run")
     joined = study.curves.merge(study.runs[["run_id", "arm"]], on="run_id")
     joined = joined[joined["step"] > 0]
-    for arm, look in looks.items():
+    drawn = [arm for arm in looks if arm in set(joined["arm"])]
+    for k, arm in enumerate(drawn):
+        look = looks[arm]
+        size = 6.5 - 4.0 * k / len(drawn)  # hollow and nested: where the ranks coincide, all of them show
         inside = joined[joined["arm"] == arm]
         train = inside.dropna(subset=f"metric.{TRAIN}").groupby("step")[f"metric.{TRAIN}"].mean()
         held_out = inside.dropna(subset=f"metric.{VALUE}").groupby("step")[f"metric.{VALUE}"].mean()
         axes.plot(train.index, train, color=look["color"], linewidth=0.9)
-        axes.plot(held_out.index, held_out, **{**look, "linestyle": "none", "markersize": 3.5})
+        axes.plot(held_out.index, held_out, **{**look, "linestyle": "none", "markersize": size},
+                  fillstyle="none", markeredgewidth=0.9)  # fmt: skip
     axes.set_xlim(0.9, joined["step"].max() * 1.1)
     style.log_axis(axes)
     _mark_early(study, axes)

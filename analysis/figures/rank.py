@@ -69,14 +69,14 @@ def draw_curves(study: StudyRuns, axes: Axes, looks: Looks) -> str:
             axes.plot([left[arm]], [nll], **_LEAVES)
     # The fall of the first steps would hide the arms, but every departure is shown.
     burn_in = float(study.settings["burn_in_frac"]) * ends["large"]
-    first = min(burn_in, *left.values()) / 1.05
+    first = min([burn_in, *left.values()]) / 1.05
     _focus(axes, mean[mean["step"] >= max(first, 1.0)], ends)
     axes.set_xlabel("step")
     axes.set_ylabel(parts.NLL_LABEL.replace(" (", "\n("))
     names = style.arm_labels([*looks])
     never = ", ".join(names[arm] for arm, step in left.items() if math.isinf(step))
-    return "; ".join([*([f"{never} did not leave in at least half of the seeds"] if never else []),
-                      *(["left: the seeds that ran every LR of an arm"] if len(shown.runs) < len(study.runs) else [])])  # fmt: skip
+    notes = ["left: the seeds that ran every LR of an arm"] if len(shown.runs) < len(study.runs) else []
+    return "; ".join(notes + ([f"{never} did not leave in at least half of the seeds"] if never else []))
 
 
 def seeds_with_every_lr(study: StudyRuns) -> StudyRuns:

@@ -158,6 +158,7 @@ def test_missing_arm_is_named_and_the_rest_drawn_with_one_seed(results, name):
     figure = draw(without(without(results, query), ONE_SEED), name)
     assert named in words(figure)
     assert "n = 1 seed;" in words(figure)
+    assert [word for word in expected_words(results, name) if word not in words(figure)] == []
     assert any(len(line.get_xdata()) for axes in figure.axes for line in axes.lines)
     assert problems(figure) == []
 
@@ -203,6 +204,15 @@ def test_rank_figure_marks_where_each_rank_leaves(results, figures):
     assert len(rings) == 3
     ends = [line.get_xdata()[0] for line in figure.axes[0].lines if line.get_linestyle() == "--"]
     assert ends == [32, 316]
+
+
+def test_rank_curves_leave_out_seeds_that_ran_few_lrs(results):
+    study = results.study("rank")
+    few = study.runs[(study.runs["seed"] != "1/1/1") | (study.runs["arm"] != FULL) | (study.runs["lr"] < 3e-3)]
+    kept = rank.seeds_with_every_lr(replace(study, runs=few)).runs
+    seeds = kept.groupby("arm")["seed"].unique().map(sorted).to_dict()
+    assert "1/1/1" not in seeds[FULL] and "0/0/0" in seeds[FULL]
+    assert "1/1/1" in seeds["r4-unembed"]
 
 
 def test_rank_figure_shows_the_known_gap(results):
