@@ -50,10 +50,10 @@ def label_arms(table: pd.DataFrame, value: str = VALUE) -> pd.DataFrame:
     labelled = label_points(table)
     done = labelled[labelled["state"] == "done"].reset_index(drop=True)
     column = f"metric.{value}"
-    if len(done) and column not in done:
+    if len(done) and column not in done and (done["outcome"] == "finished").any():
         known = ", ".join(c.removeprefix("metric.") for c in _columns(done, "metric."))
         raise ValueError(f"value: {value!r} is not a metric of these runs; allowed: {known}")
-    if done.empty:
+    if done.empty or column not in done:  # nothing finished, or every run diverged
         return done.assign(value=np.nan)
     done["value"] = pd.to_numeric(done[column], errors="coerce").where(done["outcome"] == "finished")
     return done

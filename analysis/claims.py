@@ -93,15 +93,16 @@ CLAIMS: tuple[Claim, ...] = (
           "LR ratio at several lengths of the same runs", "slope on log steps below 0, one-sided",
           _GRID, ("length",), judge=rates.short_runs_want_more),
     Claim("C11", "Large batches cost LoRA more than full fine-tuning", "gap grows with batch size",
-          "slope of the gap on log batch size, LR swept for each", "above 0, one-sided, at both ranks; below the margin refutes",
-          "paired seeds", ("batch",), judge=gaps.batch_penalty_grows),
+          "slope of the gap on log batch size, LR swept for each",
+          "above 0, one-sided, at both ranks; below the margin refutes", "paired seeds", ("batch",),
+          judge=gaps.batch_penalty_grows),
     Claim("C12", "The batch penalty does not depend on rank", "none",
           "difference of that slope between two ranks", "TOST within the margin of the study",
           "paired seeds", ("batch",), judge=gaps.penalty_is_free_of_rank),
     Claim("C13", "Both methods do best at small batches", "smallest is best",
           "best other batch size minus the smallest", "above 0 for every arm, one-sided",
           "paired seeds", ("batch",), judge=gaps.small_batches_are_best),
-    Claim("C14", "Attention-only LoRA is worse than MLP-only at matched parameters", "0.25 B worse than 0.24 B",
+    Claim("C14", "Attention-only LoRA is worse than MLP-only at about equal parameters", "0.25 B worse than 0.24 B",
           "attn minus mlp at equal parameters", "above 0, one-sided, with and without the unembedding",
           _SEEDS, ("placement",), judge=gaps.attention_alone_is_worse),
     Claim("C15", "Adding attention to the MLP gains nothing", "equal",
@@ -137,7 +138,7 @@ def judge(results: Results, claims: Sequence[Claim] = CLAIMS) -> list[Verdict]:
 
 def _verdict(claim: Claim, results: Results) -> Verdict:
     if claim.judge is None:
-        return Verdict(claim, NOT_RUN, "", "needs reinforcement learning runs")
+        return Verdict(claim, NOT_RUN, "", "needs reinforcement learning runs, which are not built yet")
     studies = [results.study(name) for name in claim.studies]
     if any(study is None or study.runs.empty for study in studies):
         lacking = [n for n, s in zip(claim.studies, studies, strict=True) if s is None or s.runs.empty]

@@ -19,6 +19,7 @@ import pandas as pd
 
 from analysis.arms import VALUE, label_arms, label_points
 from analysis.load import load, load_curves
+from analysis.stats import LEVEL
 from experiments import manifests, store
 
 Hole = tuple[str, str, float]
@@ -38,6 +39,11 @@ class StudyRuns:
     points: pd.DataFrame
     runs: pd.DataFrame
     curves: pd.DataFrame
+
+    @property
+    def level(self) -> float:
+        """Level of a decision: 95 %, or 1 - 5 % / looks where runs were added after a first look (Bonferroni)."""
+        return 1 - (1 - LEVEL) / int(self.settings.get("looks", 1))
 
     @property
     def missing(self) -> list[str]:

@@ -15,10 +15,20 @@ from analysis.inference import (
     equivalent,
     greater,
     jonckheere,
-    seeds_for_equivalence,
     slope,
 )
-from analysis.judges.common import Finding, Gap, TooLittle, arms_of, both, gap, lora_arms, seed_sd, seeds_text
+from analysis.judges.common import (
+    Finding,
+    Gap,
+    TooLittle,
+    arms_of,
+    both,
+    equivalence_needs,
+    gap,
+    lora_arms,
+    seed_sd,
+    seeds_text,
+)
 from analysis.results import StudyRuns
 
 STRONG = 10.0
@@ -45,13 +55,12 @@ def parity(study: StudyRuns) -> Finding:
         ranks = lora_arms(runs)
         found, low_rank = gap(runs, ranks[-1], FULL), gap(runs, ranks[0], FULL)
         margin = parity_margin(study, runs, ranks, low_rank)
-        decision = equivalent(found.estimate, margin)
+        decision = equivalent(found.estimate, margin, study.level)
         parts.append(decision)
         texts.append(f"{name} ({step} steps) {found.text()}")
         whys.append(f"{name}: margin {margin:.3f}, {decision}")
         if decision == "undecided":
-            num = seeds_for_equivalence(found.estimate.value, found.sd, margin) if math.isfinite(found.sd) else None
-            needs.append(f"{name}: {f'about {num} seeds' if num else 'more seeds, the gap is near the margin'}")
+            needs.append(f"{name}: {equivalence_needs(found, margin)}")
         worst = found if worst is None or abs(found.estimate.value) > abs(worst.estimate.value) else worst
     assert worst is not None
     rule = study.settings["margin"]
@@ -70,8 +79,13 @@ def parity_margin(study: StudyRuns, runs: pd.DataFrame, ranks: list[str], low_ra
 
 
 def envelopes(study: StudyRuns) -> pd.DataFrame:
-    """Pointwise minimum over LRs of each arm and seed: columns ``arm, rank, seed, step, nll`` (step > 0)."""
+    """Pointwise minimum over LRs of each arm and seed: columns ``arm, rank, seed, step, nll`` (step > 0).
+
+    Only seeds that ran the arm's whole grid: a minimum over fewer LRs lies higher.
+    """
     runs = arms_of(study.runs)
+    whole = runs.groupby("arm")["lr"].transform("nunique")
+    runs = runs[runs.groupby(["arm", "seed"])["lr"].transform("nunique") == whole]
     column = f"metric.{VALUE}"
     curves = study.curves.loc[study.curves["step"] > 0, ["run_id", "step", column]].dropna()
     joined = curves.merge(runs[["run_id", "arm", "rank", "seed", "lr"]], on="run_id")
@@ -86,12 +100,17 @@ def log_linear(study: StudyRuns) -> Finding:
     texts = []
     for arm in (FULL, lora_arms(arms_of(study.runs))[-1]):
         mean = table[table["arm"] == arm].groupby("step")["nll"].mean()
+        if mean.empty:
+            raise TooLittle(f"{arm}: no seed with the whole grid")
         line, _, bic = curvature(np.log(mean.index.to_numpy(float)), mean.to_numpy())
         if not math.isfinite(bic):
             raise TooLittle(f"{arm}: too few evaluated steps for a fit")
         parts.append("no" if bic > STRONG else "yes" if bic <= 0 else "undecided")
         texts.append(f"{arm}: R² {line:.4f}, ΔBIC {bic:+.0f} for a bend")
-    why = f"a bend with ΔBIC above {STRONG:g} refutes the line, at or below 0 supports it; after the burn-in"
+    why = (
+        f"a bend with ΔBIC above {STRONG:g} refutes the line, at or below 0 supports it; after the burn-in; BIC takes "
+    )
+    why += "the residuals of neighbouring steps as independent"
     needs = "longer runs" if both(*parts) == "undecided" else ""
     return Finding(both(*parts), "; ".join(texts), why, seeds_text(study.runs), needs=needs)
 
@@ -106,7 +125,8 @@ def departures(study: StudyRuns) -> pd.DataFrame:
     """First evaluated step from which a rank stays above the highest rank's envelope for good.
 
     Columns ``arm, rank, seed, step``; inf where it never leaves. Above means by more than the study's
-    number of seed SDs at that step, pooled over arms.
+    number of seed SDs at that step, pooled over arms. The SD is of one arm, not of the paired difference:
+    it holds what a seed does to all arms alike, so departures err late.
     """
     table = envelopes(study)
     ranks = lora_arms(arms_of(study.runs))
@@ -124,7 +144,7 @@ def departures(study: StudyRuns) -> pd.DataFrame:
             later = above.index[above.index > below[-1]] if len(below) else above.index
             rank = int(table.loc[table["arm"] == arm, "rank"].iloc[0])
             rows.append({"arm": arm, "rank": rank, "seed": seed, "step": float(later[0]) if len(later) else math.inf})
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=["arm", "rank", "seed", "step"])
 
 
 def leave_in_order_of_rank(study: StudyRuns) -> Finding:
@@ -135,7 +155,8 @@ def leave_in_order_of_rank(study: StudyRuns) -> Finding:
     groups = [inside["step"].to_numpy() for _, inside in table.groupby("rank")]
     p_up = jonckheere(groups)[1]
     p_down = jonckheere(groups[::-1])[1]
-    decision: Decision = "yes" if p_up < 0.05 else "no" if p_down < 0.05 else "undecided"
+    alpha = 1 - study.level
+    decision: Decision = "yes" if p_up < alpha else "no" if p_down < alpha else "undecided"
     listed = "; ".join(
         f"{arm}: {', '.join('never' if math.isinf(s) else f'{s:g}' for s in inside['step'])}"
         for arm, inside in table.groupby("arm", sort=False)
@@ -150,6 +171,8 @@ def no_floor(study: StudyRuns) -> Finding:
     table = envelopes(study)
     left = departures(study)
     arm = lora_arms(arms_of(study.runs))[0]
+    if left.empty:
+        raise TooLittle("no rank below the highest to leave its curve")
     first = left.loc[left["arm"] == arm, "step"].max()
     if not math.isfinite(first):
         return Finding("undecided", f"{arm} never leaves the envelope", "nothing to judge before it leaves",
@@ -158,10 +181,11 @@ def no_floor(study: StudyRuns) -> Finding:
     start = max(first, math.sqrt(max(first, 1) * last))
     window = table[(table["arm"] == arm) & (table["step"] >= start)]
     found = slope(np.log(window["step"].to_numpy(float)), window["nll"].to_numpy(), groups=window["seed"].tolist())
-    decision = greater(Estimate(-found.value, found.se, found.dof))
+    decision = greater(Estimate(-found.value, found.se, found.dof), level=study.level)
     low, high = found.interval()
     text = f"{arm} at the end: {found.value:+.3f} [{low:.3f}, {high:.3f}] nats per factor e in steps"
-    why = f"it left at step {first:g}; slope over steps {start:.0f} to {last}, the second half on a log axis"
+    why = f"it left at step {first:g}; slope over steps {start:.0f} to {last}, the second half on a log axis: it still "
+    why += "improves at the end of the run; a slow approach to a floor would look the same"
     return Finding(decision, text, why, seeds_text(study.runs), found.value, (low, high),
                    "longer runs" if decision == "undecided" else "")  # fmt: skip
 

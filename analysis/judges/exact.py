@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from analysis.inference import Decision, within
-from analysis.judges.common import Finding
+from analysis.inference import Decision, Estimate, equivalent, within
+from analysis.judges.common import Finding, both
 
 Record = Mapping[str, Any]
 
 TABLE = {("mlp", 256): 0.49, ("attn", 256): 0.25, ("all", 256): 0.70, ("mlp", 128): 0.24}
 """The post's table, in billions of parameters."""
+SAME = 0.02
+"""C9: largest relative difference of mean updates that counts as none."""
 RANK_ONE = 3
 """Millions of parameters that the post gives for rank 1 on all layers of Llama-3.1-8B."""
 
 
 def first_step(record: Record) -> Finding:
-    """C9, exact half: after one step the mean update is the same for every rank, its variance as 1 / rank."""
+    """C9, exact half: after one step the mean update is the same for every rank, its variance as 1 / rank.
+
+    Same: the mean along the gradient within 2 % of the reference rank's (TOST), as the curves' margin.
+    """
     adam = record["adam"]
     z, null = float(adam["mean_squared_z"]), tuple(adam["mean_squared_z_null_95"])
+    reference = next(rank for rank in adam["ranks"] if rank["rank"] == adam["reference_rank"])
+    size = abs(reference["along_gradient"])
+    relative = [
+        Estimate((rank["along_gradient"] - reference["along_gradient"]) / size,
+                 math.hypot(rank["along_gradient_se"], reference["along_gradient_se"]) / size, math.inf)
+        for rank in adam["ranks"] if rank is not reference
+    ]  # fmt: skip
     slope, interval = float(adam["variance_slope"]), tuple(adam["variance_slope_95"])
-    same: Decision = "yes" if null[0] <= z <= null[1] else "no"
+    same = both(*(equivalent(estimate, SAME) for estimate in relative))
+    worst = max(relative, key=lambda estimate: abs(estimate.value))
     falls = within((slope, slope), -1.05, -0.95)
     ranks = ", ".join(str(rank["rank"]) for rank in adam["ranks"])
-    here = f"means differ by z² = {z:.3f} (noise: {null[0]:.3f} to {null[1]:.3f}); variance ~ r^{slope:.3f}"
+    here = f"mean update within {100 * abs(worst.value):.1f} % of rank {reference['rank']}'s; variance ~ r^{slope:.3f}"
     why = (
-        f"fp64, {record['num_inits']} inits of each rank ({ranks}), one Adam step; slope of variance within 0.05 of -1"
+        f"fp64, {record['num_inits']} inits of each rank ({ranks}), one Adam step; TOST at {100 * SAME:g} %, slope of "
+        f"variance within 0.05 of -1; mean squared z {z:.3f} (noise alone: {null[0]:.3f} to {null[1]:.3f})"
     )
-    decision: Decision = "yes" if same == falls == "yes" else "no"
+    decision = both(same, falls)
     return Finding(decision, here, why, f"{record['num_inits']} inits", slope, interval)
 
 
@@ -36,13 +51,13 @@ def invariance(record: Record) -> Finding:
     """C21: rescaling alpha, init and LRs changes nothing when both eps are rescaled; controls do."""
     largest, smallest = record["largest"], record["smallest"]
     exact = float(largest["corrected_eps"]["weights"])
-    control = float(smallest["weight_decay"]["weights"])
+    control = min(float(smallest[name]["weights"]) for name in ("weight_decay", "clipping"))
     shared = float(largest["shared_eps"]["weights"])
     decision: Decision = "yes" if exact < 1e-9 < 1e-3 < control else "no"
     here = f"largest deviation {exact:.0e} with eps / p and eps / q; {shared:.2g} with the post's single eps / q"
     why = (
         f"fp64, {record['steps']} Adam steps, {len(record['cases'])} pairs (p, q), relative to the weights' movement; "
-        f"below 1e-9 counts as none; control with weight decay {control:.2g}"
+        f"below 1e-9 counts as none; controls with weight decay or clipping at least {control:.2g}"
     )
     return Finding(decision, here, why, f"{len(record['cases'])} pairs", exact)
 

@@ -15,6 +15,7 @@ from analysis.judges.common import (
     TooLittle,
     at_best_lr,
     both,
+    equivalence_needs,
     gap,
     grid_of,
     lora_arms,
@@ -57,6 +58,12 @@ def slope_margin(study: StudyRuns) -> float:
     return float(study.settings["slope_margin"]["seed_sd"]) * noise / math.log(4)
 
 
+def _grows(found: Estimate, margin: float, level: float) -> Decision:
+    """yes: above 0 and not shown to be below the margin; no: below the margin and not shown to be above 0."""
+    above, small = greater(found, 0.0, level) == "yes", greater(found, margin, level) == "no"
+    return "undecided" if above == small else "yes" if above else "no"
+
+
 def _batch_slope(table: pd.DataFrame) -> Estimate:
     return slope(np.log(table["batch"].to_numpy(float)), table["gap"].to_numpy(), groups=table["seed"].tolist())
 
@@ -69,7 +76,7 @@ def batch_penalty_grows(study: StudyRuns) -> Finding:
     texts, last = [], None
     for arm, inside in table.groupby("arm", sort=False):
         last = _batch_slope(inside)
-        parts.append("yes" if greater(last) == "yes" else "no" if greater(last, margin) == "no" else "undecided")
+        parts.append(_grows(last, margin, study.level))
         low, high = last.interval()
         means = ", ".join(f"{m:+.3f} at {b}" for b, m in inside.groupby("batch")["gap"].mean().items())
         texts.append(f"{arm}: {last.value:+.4f} [{low:.4f}, {high:.4f}] per factor e ({means})")
@@ -91,7 +98,7 @@ def penalty_is_free_of_rank(study: StudyRuns) -> Finding:
     difference = wide[arms[-1]] - wide[arms[0]]
     found = slope(np.log(wide["batch"].to_numpy(float)), difference.to_numpy(), groups=wide["seed"].tolist())
     margin = slope_margin(study)
-    decision = equivalent(found, margin) if margin > 0 else "undecided"
+    decision = equivalent(found, margin, study.level) if margin > 0 else "undecided"
     low, high = found.interval()
     text = f"{arms[-1]} - {arms[0]}: {found.value:+.4f} [{low:.4f}, {high:.4f}] per factor e in batch size"
     rule = study.settings["slope_margin"]["seed_sd"]
@@ -116,7 +123,7 @@ def small_batches_are_best(study: StudyRuns) -> Finding:
         difference = series[rest][shared] - first[shared]
         count = len(difference)
         se = float(difference.std(ddof=1)) / math.sqrt(count) if count > 1 else math.nan
-        parts.append(greater(Estimate(float(difference.mean()), se, count - 1)))
+        parts.append(greater(Estimate(float(difference.mean()), se, count - 1), level=study.level))
         texts.append(f"{arm}: {difference.mean():+.3f} at {rest} against {batches[0]}")
     decision = both(*parts)
     return Finding(decision, "; ".join(texts), "best other batch size minus the smallest, paired by seed, one-sided",
@@ -127,8 +134,8 @@ def small_batches_are_best(study: StudyRuns) -> Finding:
 
 
 def matched(runs: pd.DataFrame, placement: str, target: float | None, unembed: bool) -> str:
-    """The arm of a placement whose adapted matrices (unembedding apart) come nearest to ``target`` parameters;
-    without a target the one of lowest rank."""
+    """The arm of a placement whose trainable parameters come nearest to ``target``; without a target the one of
+    lowest rank."""
     chosen = runs[(runs["config.method.placement"] == placement) & (runs["config.method.unembed"] == unembed)]
     if chosen.empty:
         raise TooLittle(f"no {placement} arm {'with' if unembed else 'without'} the unembedding")
@@ -165,15 +172,18 @@ def attention_alone_is_worse(study: StudyRuns, panel: str | None = None) -> Find
     panel = panel or dense_and_moe(study)[0]
     options = sorted(study.runs.loc[study.runs["config.model.name"] == panel, "config.method.unembed"].unique())
     parts: list[Decision] = []
-    texts, found = [], None
+    texts, gaps = [], []
     for unembed in options[::-1]:
         runs, attn, mlp, _, _ = _placement(study, panel, bool(unembed))
-        found = gap(runs, attn, mlp)
-        parts.append(greater(found.estimate))
-        texts.append(f"{attn} - {mlp}: {found.text()}")
-    assert found is not None
+        gaps.append(gap(runs, attn, mlp))
+        parts.append(greater(gaps[-1].estimate, level=study.level))
+        sizes = [int(runs.loc[runs["arm"] == arm, "metric.num_trainable"].iloc[0]) for arm in (attn, mlp)]
+        texts.append(f"{attn} - {mlp}: {gaps[-1].text()} at {sizes[0]:,} and {sizes[1]:,} parameters")
     decision = both(*parts)
-    return Finding(decision, "; ".join(texts), "nats at equal parameters, each at its best LR, one-sided",
+    found = gaps[parts.index(decision)] if decision in parts else gaps[0]
+    why = f"nats, each at its best LR, one-sided at {100 * study.level:g} %; parameters match exactly without the "
+    why += "unembedding, which is adapted at the arm's rank"
+    return Finding(decision, "; ".join(texts), why,
                    seeds_text(study.runs[study.runs["config.model.name"] == panel]), found.estimate.value,
                    found.estimate.interval(), found.seeds_to_resolve(abs(found.estimate.value))
                    if decision == "undecided" else "")  # fmt: skip
@@ -188,11 +198,11 @@ def mlp_is_enough(study: StudyRuns, panel: str | None = None) -> Finding:
     noise = seed_sd(runs, [mlp, every])
     margin = max(rule["seed_sd"] * noise if math.isfinite(noise) else 0.0,
                  rule["gap_frac"] * abs(worse.estimate.value))  # fmt: skip
-    decision = equivalent(found.estimate, margin)
+    decision = equivalent(found.estimate, margin, study.level)
     text = f"{mlp} - {every}: {found.text()}" + ("" if equal == every else f"; {mlp} - {equal}: {same.text()}")
     why = f"margin {margin:.3f} (larger of {rule['seed_sd']:g} seed SDs and {100 * rule['gap_frac']:g} % of attn - mlp)"
     return Finding(decision, text, why, seeds_text(runs), found.estimate.value, found.estimate.interval(),
-                   found.seeds_to_resolve(margin) if decision == "undecided" else "")  # fmt: skip
+                   equivalence_needs(found, margin) if decision == "undecided" else "")  # fmt: skip
 
 
 def moe_is_alike(study: StudyRuns) -> Finding:
@@ -211,12 +221,14 @@ def moe_is_alike(study: StudyRuns) -> Finding:
 def stored_bits(study: StudyRuns) -> pd.DataFrame:
     """Bits of the facts that each run holds at its end, the arm's best LR by mean: one row per arm and seed.
 
-    bits = total - NLL of all facts in bits; the end-of-answer token is counted against the model, so the
-    number errs low. Columns ``arm, rank, num_trainable, seed, bits, total_bits``.
+    bits = total - NLL of all facts in bits; the end-of-answer token is counted against the model, so the number
+    errs low. Where only some of the facts are asked for, the rest is taken to be held alike.
+    Columns ``arm, rank, num_trainable, seed, bits, total_bits``.
     """
     runs = study.runs.copy()
-    total = runs["config.data.num_test"] * runs["config.data.bits_per_fact"]
-    runs["bits"] = total - runs["value"] * runs["metric.test/num_tokens"] / NATS_PER_BIT
+    total = runs["config.data.num_train"] * runs["config.data.bits_per_fact"]
+    asked_share = runs["config.data.num_test"] / runs["config.data.num_train"]
+    runs["bits"] = total - runs["value"] * runs["metric.test/num_tokens"] / asked_share / NATS_PER_BIT
     rows = []
     for arm in dict.fromkeys(runs["arm"]):
         best = grid_of(runs, arm).idxmin()
@@ -266,31 +278,31 @@ def supervised_capacity(study: StudyRuns) -> Finding:
         arm, count = enough.index[0], int(enough["num_trainable"].iloc[0])
         here = f"supervised half: {arm} ({count:,} parameters) is the smallest to store 90 % of full's {full:,.0f} bits"
     return Finding("undecided", here, "the other half needs reinforcement learning runs", seeds_text(study.runs),
-                   needs="the study rl-bits")  # fmt: skip
+                   needs="reinforcement learning runs, which are not built yet")  # fmt: skip
 
 
 def b_outgrows_a(studies: Sequence[StudyRuns]) -> Finding:
     """C22: at the end of the longest runs most matrices have ||B|| > ||A||, at each arm's best LR."""
-    shares, early, texts = [], [], []
+    shares, early, texts = [], [], []  # one share per arm: arms with more seeds do not weigh more
     for study in studies:
         runs = study.runs[study.runs["panel"] == study.runs["panel"].iloc[0]]
         for arm in lora_arms(runs):
             best = grid_of(runs, arm).idxmin()
             chosen = runs[(runs["arm"] == arm) & (runs["lr"] == best)]
             values = chosen["metric.adapter/frac_b_larger"].dropna()
-            shares += values.tolist()
+            shares += [float(values.mean())] if len(values) else []
             curve = study.curves[study.curves["run_id"].isin(set(chosen["run_id"]))]
             early += curve.loc[curve["step"] <= 10, "metric.adapter/frac_b_larger"].dropna().tolist()
             if len(values):
                 texts.append(f"{arm} {100 * values.mean():.0f} % after {int(chosen['step'].max())} steps")
     if len(shares) < 2:
-        raise TooLittle("no run with recorded norms")
+        raise TooLittle("fewer than two arms with recorded norms")
     array = np.array(shares)
     found = Estimate(float(array.mean()), float(array.std(ddof=1)) / math.sqrt(len(array)), len(array) - 1)
     low, high = found.interval()
     share = f"{100 * found.value:.0f} % [{100 * low:.0f}, {100 * high:.0f}]"
     text = f"||B|| > ||A|| in {share} of the matrices ({'; '.join(texts)})"
-    why = f"more than half of them, t test over {len(array)} runs; in the first ten steps {100 * np.mean(early):.0f} %"
+    why = f"more than half of them, t test over {len(array)} arms; in the first ten steps {100 * np.mean(early):.0f} %"
     decision = greater(found, 0.5)
-    return Finding(decision, text, why, f"{len(array)} runs", found.value, (low, high),
+    return Finding(decision, text, why, f"{len(array)} arms", found.value, (low, high),
                    "longer runs" if decision == "undecided" else "")  # fmt: skip

@@ -34,14 +34,13 @@ def ratio_is_ten(study: StudyRuns) -> Finding:
 
 
 def optimum_hardly_moves_with_rank(study: StudyRuns) -> Finding:
-    """C7: LR* of ranks of 4 and more within a factor of two, and rank 1 not above them."""
+    """C7: LR* of ranks of 4 and more within a factor of two. Rank 1's is reported, and refutes if it is higher."""
     arms = [arm for arm in find_arms(study.runs) if arm.name != FULL]
     undecided = [arm.name for arm in arms if arm.optimum.lr_star is None]
     n = seeds_text(study.runs)
     if undecided:
-        return Finding(
-            "undecided", f"LR* of {', '.join(undecided)} unknown", arms[0].optimum.why, n, needs=_needs(arms)
-        )
+        why = "; ".join(f"{arm.name}: {arm.optimum.why}" for arm in arms if arm.optimum.lr_star is None)
+        return Finding("undecided", f"LR* of {', '.join(undecided)} unknown", why, n, needs=_needs(arms))
     ranked = sorted(arms, key=lambda arm: _rank(study, arm))
     rest = [arm for arm in ranked if _rank(study, arm) >= 4]
     if len(rest) < 2 or _rank(study, ranked[0]) > 1:
@@ -135,6 +134,8 @@ def excluded_levels(table: pd.DataFrame, ratio_paper: float, alpha: float = 32.0
 def ratio_is_free_of_width(study: StudyRuns) -> Finding:
     """C6: the slope's interval includes 0 and excludes the 1 of width / (2 alpha)."""
     table = ratio_by_width(study)
+    if table.empty:
+        raise TooLittle("no width with both LoRA and full fine-tuning")
     n = seeds_text(study.runs)
     unknown = table[(table["alpha"] == 32.0) & table["ratio"].isna()]
     estimate = width_slope(table)

@@ -232,12 +232,13 @@ def num_trainable(config: RunConfig) -> int:
 def _exact() -> dict[str, Any]:
     """Records with the fields that the judges of the exact claims read, in the post's world."""
     adam = {"mean_squared_z": 1.0, "mean_squared_z_null_95": [0.98, 1.02], "variance_slope": -1.0,
-            "variance_slope_95": [-1.01, -0.99], "ranks": [{"rank": 1}, {"rank": 16}]}  # fmt: skip
+            "variance_slope_95": [-1.01, -0.99], "reference_rank": 16,
+            "ranks": [{"rank": r, "along_gradient": 0.015, "along_gradient_se": 5e-5} for r in (1, 16)]}  # fmt: skip
     shares = {("mlp", 256): 0.49, ("attn", 256): 0.25, ("all", 256): 0.70, ("mlp", 128): 0.24, ("all", 1): 0.003}
     arm = {"rank": 16, "flops_ratio_to_full": 0.7, "step_ratio_to_full": 0.9, "step_ratio_to_full_95": [0.8, 1.0]}
     return {
         "C9": {"num_inits": 2000, "adam": adam},
-        "C21": {"steps": 20, "cases": [0], "smallest": {"weight_decay": {"weights": 0.01}},
+        "C21": {"steps": 20, "cases": [0], "smallest": {"weight_decay": {"weights": 0.01}, "clipping": {"weights": 0.02}},
                 "largest": {"corrected_eps": {"weights": 1e-13}, "shared_eps": {"weights": 0.1}}},
         "C23": {"layers": [{"ratio": 2 / 3 + 2 * 16 / 64, "rank": 16, "width": 64}],
                 "models": {"mini": {"arms": [arm]}}},
