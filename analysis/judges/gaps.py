@@ -145,16 +145,24 @@ def matched(runs: pd.DataFrame, placement: str, target: float | None, unembed: b
     return str((counts["metric.num_trainable"] - target).abs().idxmin())
 
 
-def _placement(study: StudyRuns, panel: str, unembed: bool) -> tuple[pd.DataFrame, str, str, str, str]:
-    """(runs, attn and mlp at equal parameters, all at the mlp's rank, all at equal parameters)."""
+def _attn_and_mlp(study: StudyRuns, panel: str, unembed: bool) -> tuple[pd.DataFrame, str, str]:
+    """Runs of one base, its mlp arm and the attn arm nearest to that in parameters."""
     runs = study.runs[study.runs["config.model.name"] == panel]
     mlp = matched(runs, "mlp", None, unembed)
-    target = float(runs.loc[runs["arm"] == mlp, "metric.num_trainable"].iloc[0])
-    rank = int(runs.loc[runs["arm"] == mlp, "rank"].iloc[0])
-    every = runs[(runs["config.method.placement"] == "all") & (runs["config.method.unembed"] == unembed)]
-    same_rank = every.loc[every["rank"] == rank, "arm"]
-    equal = matched(runs, "all", target, unembed)
-    return runs, matched(runs, "attn", target, unembed), mlp, str(same_rank.iloc[0]) if len(same_rank) else equal, equal
+    return runs, matched(runs, "attn", _size(runs, mlp), unembed), mlp
+
+
+def _all_like(runs: pd.DataFrame, mlp: str) -> tuple[str, str]:
+    """The arms of all matrices at the mlp's rank (where there is none: at its size) and at its size."""
+    equal = matched(runs, "all", _size(runs, mlp), True)
+    rank = runs.loc[runs["arm"] == mlp, "rank"].iloc[0]
+    every = (runs["config.method.placement"] == "all") & runs["config.method.unembed"]
+    same = runs.loc[every & (runs["rank"] == rank), "arm"]
+    return (str(same.iloc[0]) if len(same) else equal), equal
+
+
+def _size(runs: pd.DataFrame, arm: str) -> int:
+    return int(runs.loc[runs["arm"] == arm, "metric.num_trainable"].iloc[0])
 
 
 def dense_and_moe(study: StudyRuns) -> tuple[str, str | None]:
@@ -174,10 +182,10 @@ def attention_alone_is_worse(study: StudyRuns, panel: str | None = None) -> Find
     parts: list[Decision] = []
     texts, gaps = [], []
     for unembed in options[::-1]:
-        runs, attn, mlp, _, _ = _placement(study, panel, bool(unembed))
+        runs, attn, mlp = _attn_and_mlp(study, panel, bool(unembed))
         gaps.append(gap(runs, attn, mlp))
         parts.append(greater(gaps[-1].estimate, level=study.level))
-        sizes = [int(runs.loc[runs["arm"] == arm, "metric.num_trainable"].iloc[0]) for arm in (attn, mlp)]
+        sizes = [_size(runs, arm) for arm in (attn, mlp)]
         texts.append(f"{attn} - {mlp}: {gaps[-1].text()} at {sizes[0]:,} and {sizes[1]:,} parameters")
     decision = both(*parts)
     found = gaps[parts.index(decision)] if decision in parts else gaps[0]
@@ -192,7 +200,8 @@ def attention_alone_is_worse(study: StudyRuns, panel: str | None = None) -> Find
 def mlp_is_enough(study: StudyRuns, panel: str | None = None) -> Finding:
     """C15: adding attention to mlp at the same rank changes nothing beyond the margin (TOST)."""
     panel = panel or dense_and_moe(study)[0]
-    runs, attn, mlp, every, equal = _placement(study, panel, True)
+    runs, attn, mlp = _attn_and_mlp(study, panel, True)
+    every, equal = _all_like(runs, mlp)
     found, worse, same = gap(runs, mlp, every), gap(runs, attn, mlp), gap(runs, mlp, equal)
     rule = study.settings["margin"]
     noise = seed_sd(runs, [mlp, every])

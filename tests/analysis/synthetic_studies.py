@@ -238,7 +238,8 @@ def _exact() -> dict[str, Any]:
     arm = {"rank": 16, "flops_ratio_to_full": 0.7, "step_ratio_to_full": 0.9, "step_ratio_to_full_95": [0.8, 1.0]}
     return {
         "C9": {"num_inits": 2000, "adam": adam},
-        "C21": {"steps": 20, "cases": [0], "smallest": {"weight_decay": {"weights": 0.01}, "clipping": {"weights": 0.02}},
+        "C21": {"steps": 20, "cases": [0],
+                "smallest": {"weight_decay": {"weights": 0.01}, "clipping": {"weights": 0.02}},
                 "largest": {"corrected_eps": {"weights": 1e-13}, "shared_eps": {"weights": 0.1}}},
         "C23": {"layers": [{"ratio": 2 / 3 + 2 * 16 / 64, "rank": 16, "width": 64}],
                 "models": {"mini": {"arms": [arm]}}},
