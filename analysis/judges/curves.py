@@ -219,10 +219,10 @@ def early_curves_coincide(study: StudyRuns) -> Finding:
     count = len(early)
     se = float(early["difference"].std(ddof=1)) / math.sqrt(count) if count > 1 else math.nan
     mean = Estimate(float(early["difference"].mean()), se, count - 1)
-    same = equivalent(mean, margin) if margin > 0 else "undecided"
+    same = equivalent(mean, margin, study.level) if margin > 0 else "undecided"
     later = table[table["step"] >= limit]
     growth = slope(np.log(later["step"].to_numpy(float)), later["difference"].to_numpy(), groups=later["seed"].tolist())
-    grows = greater(growth)
+    grows = greater(growth, level=study.level)
     low, high = mean.interval()
     first = table[table["step"].between(2, 5)]["difference"].mean()
     a, b = study.settings["ranks"]
