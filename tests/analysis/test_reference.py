@@ -62,7 +62,7 @@ def test_what_is_not_whole_is_refused() -> None:
 
 def test_publishing_writes_tables_figures_verdicts_and_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readme = tmp_path / "README.md"
-    marks = "<!-- {0}: generated, see make reference -->\nold\n<!-- /{0} -->\n"
+    marks = "<!-- {0}: generated, see make reference -->\nTYPED BY HAND\n<!-- /{0} -->\n"
     readme.write_text("head\n" + marks.format("verdict") + marks.format("lr") + "tail\n")
     monkeypatch.setattr(reference, "README", readme)
     monkeypatch.setattr(reference, "PROJECT", tmp_path)
@@ -71,7 +71,7 @@ def test_publishing_writes_tables_figures_verdicts_and_readme(tmp_path: Path, mo
     names = {path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()}
     assert {"points.parquet", "runs.parquet", "curves.parquet", "verdict.md", "figures/lr-lr.png"} <= names
     text = readme.read_text()
-    assert "old" not in text and text.startswith("head\n") and text.endswith("tail\n")
+    assert "TYPED BY HAND" not in text and text.startswith("head\n") and text.endswith("tail\n")
     assert "| **C5** LoRA's optimal LR" in text and "![final held-out loss" in text and "reproduced" in text
 
 
