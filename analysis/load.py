@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from experiments import manifests, store
+from experiments.config import filled
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +58,12 @@ def _expected(
     for run_id in run_ids:
         try:
             if not store.exists(root / run_id):
-                rows.append(_empty(run_id, "missing") | dict(_flat("config", configs.get(run_id, {}))))
+                rows.append(_empty(run_id, "missing") | dict(_flat("config", _filled(configs.get(run_id)))))
                 missing.append(run_id)
                 continue
             rows.append(_row(store.read_run(root / run_id)))
         except store.StoreError as error:
-            rows.append(_empty(run_id, "left_out") | dict(_flat("config", configs.get(run_id, {}))))
+            rows.append(_empty(run_id, "left_out") | dict(_flat("config", _filled(configs.get(run_id)))))
             left_out.append(f"left out: {error}")
     return rows, missing, left_out
 
@@ -71,13 +72,17 @@ def _empty(run_id: str, state: str) -> dict[str, Any]:
     return {"run_id": run_id, "state": state, "outcome": None, "step": None}
 
 
+def _filled(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    return filled(config) if config else {}
+
+
 def _row(record: store.RunRecord) -> dict[str, Any]:
     summary = record.summary or {}
     return {
         **_empty(record.run_id, record.state),
         "outcome": summary.get("outcome"),
         "step": summary.get("step"),
-        **dict(_flat("config", record.config)),
+        **dict(_flat("config", filled(record.config))),
         **dict(_flat("metric", summary.get("metrics", {}))),
         **dict(_flat("metric.time", summary.get("time", {}))),
         **({"metric.num_trainable": summary["num_trainable"]} if "num_trainable" in summary else {}),

@@ -6,9 +6,10 @@ import hashlib
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, TinyLoraConfig, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -19,6 +20,8 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 EXPERTS = ("gate_up_proj", "down_proj")
 """Expert weights are stacked parameters in transformers 5: (experts, out, in), gate and up fused."""
 UNEMBED = "lm_head"
+TINY_SVD_RANK = 8
+"""Singular vectors that TinyLoRA's directions combine: a matrix has 8 x 8 of them, so ``dims`` is at most 64."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,15 @@ def check_rank(model: PreTrainedModel, method: MethodConfig) -> None:
     """Refuse a rank above a matrix's smaller side: beyond it B A can hold no more. Raises ConfigError."""
     if method.kind is MethodKind.full:
         return
-    for site in sites(model, method):
+    places = sites(model, method)
+    if method.kind is MethodKind.tiny:
+        if _is_moe(model):
+            raise ConfigError("method.kind: 'tiny' is not allowed; stacked experts have no TinyLoRA in PEFT")
+        limit = TINY_SVD_RANK**2 * (len(places) if method.tied else 1)
+        if method.dims > limit:
+            raise ConfigError(f"method.dims: {method.dims} is not allowed; there are at most {limit} directions")
+        return
+    for site in places:
         limit = min(site.num_in, site.num_out)
         if site.rank(method) > limit:
             raise ConfigError(
@@ -99,6 +110,8 @@ def num_trainable(model: PreTrainedModel, method: MethodConfig) -> int:
     """Closed form of the number of trainable parameters of ``method`` on the bare ``model``."""
     if method.kind is MethodKind.full:
         return sum(p.numel() for p in model.parameters())
+    if method.kind is MethodKind.tiny:
+        return method.dims * (1 if method.tied else len(sites(model, method)))
     return sum(site.num_parameters(method) for site in sites(model, method))
 
 
@@ -119,9 +132,22 @@ def attach(model: PreTrainedModel, method: MethodConfig, seed: SeedConfig) -> nn
             # PEFT looks for rank_pattern among modules before it looks among parameters; _verify checks the ranks.
             warnings.filterwarnings("ignore", message="The following rank_pattern keys")
             torch.manual_seed(seed.init)
-            adapted = get_peft_model(model, _lora_config(places, method), autocast_adapter_dtype=True)
+            tiny = method.kind is MethodKind.tiny
+            peft_config = _tiny_config(places, method, seed) if tiny else _lora_config(places, method)
+            adapted = get_peft_model(model, peft_config, autocast_adapter_dtype=True)
     _verify(adapted, method, expected)
     return adapted
+
+
+def _tiny_config(places: list[Site], method: MethodConfig, seed: SeedConfig) -> PeftConfig:
+    return TinyLoraConfig(
+        r=TINY_SVD_RANK,
+        u=method.dims,
+        weight_tying=1.0 if method.tied else 0.0,
+        projection_seed=1000 * seed.init,  # PEFT adds the matrix's number: neighbouring seeds must not overlap
+        target_modules=[site.name for site in places],
+        task_type="CAUSAL_LM",
+    )
 
 
 def _lora_config(places: list[Site], method: MethodConfig) -> LoraConfig:
@@ -143,14 +169,15 @@ def _lora_config(places: list[Site], method: MethodConfig) -> LoraConfig:
 def _verify(model: nn.Module, method: MethodConfig, expected: int) -> None:
     """Protocol 4.5: the trainable set is the arm's and nothing else, before step 1."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    foreign = [n for n in trainable if method.kind is MethodKind.lora and ".lora_" not in n]
+    adapter = method.kind is not MethodKind.full
+    foreign = [n for n in trainable if adapter and "lora_" not in n]
     found = sum(p.numel() for p in trainable.values())
     if foreign or found != expected:
         raise ConfigError(
             f"method: {found} parameters would train, the closed form says {expected}; "
             f"unexpected: {', '.join(foreign) or 'none'}; modules: {', '.join(trainable)}"
         )
-    halves = [n for n, p in trainable.items() if method.kind is MethodKind.lora and p.dtype != torch.float32]
+    halves = [n for n, p in trainable.items() if adapter and p.dtype != torch.float32]
     if halves:
         raise ConfigError(f"method: adapters must be float32, these are not: {', '.join(halves)}")
 
@@ -168,6 +195,30 @@ def init_hash(model: nn.Module) -> str:
 def is_adapted(model: nn.Module) -> bool:
     """Whether ``attach`` put adapters on the model (as opposed to full fine-tuning)."""
     return isinstance(model, PeftModel)
+
+
+@torch.no_grad()
+def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name in the base model, weight with the adapter added) of every parameter, one after the other.
+
+    The model is left as it is: merging and unmerging in place would round its weights each time.
+    """
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    modules = dict(base.named_modules())
+    for name, parameter in base.named_parameters():
+        if "lora_" in name:
+            continue
+        weight = parameter.detach()
+        if name.endswith(".base_layer.weight"):
+            layer: Any = modules[name.removesuffix(".base_layer.weight")]
+            weight = weight + layer.get_delta_weight("default").to(weight.dtype)
+        yield name.replace(".base_layer.", "."), weight
+
+
+def save_adapter(model: nn.Module, directory: str) -> None:
+    """Write the adapter as PEFT does; other programs load it from there."""
+    assert isinstance(model, PeftModel)
+    model.save_pretrained(directory)
 
 
 @torch.no_grad()

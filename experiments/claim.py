@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments.config import filled
 from experiments.store import (
     FORMAT,
     StoreError,
@@ -23,6 +24,7 @@ from experiments.store import (
     explained,
     read_json,
     read_metrics,
+    read_rows,
     read_summary,
     step_of,
     unsound_checkpoints,
@@ -89,7 +91,15 @@ class RunWriter:
         if found:
             self.notes.append(f"resumed from step {found.step}")
         write_atomic(self.path / "metrics.jsonl", "".join(_row(row) for row in found.rows) if found else "")
+        self._cut_samples(found.step if found else -1)
         return found
+
+    def _cut_samples(self, step: int) -> None:
+        """Forget the samples drawn after ``step``: they are drawn again."""
+        file = self.path / "samples.jsonl"
+        if file.exists():
+            rows, _ = read_rows(file)
+            write_atomic(file, "".join(_row(row) for row in rows if row["step"] <= step))
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one row to metrics.jsonl and flush it to the operating system."""
@@ -100,6 +110,11 @@ class RunWriter:
             self._metrics.flush()
         for mirror in self.mirrors:
             mirror(row)
+
+    def append_sample(self, row: Mapping[str, Any]) -> None:
+        """Add one sampled completion to samples.jsonl."""
+        with explained(self.path / "samples.jsonl"), (self.path / "samples.jsonl").open("a", encoding="utf-8") as file:
+            file.write(_row(row))
 
     def write(self, name: str, value: Mapping[str, Any]) -> None:
         """Write one of the run's JSON documents atomically."""
@@ -147,7 +162,7 @@ def claim(root: Path, run_id: str, config: Mapping[str, Any]) -> Iterator[RunWri
         if (path / "config.json").exists():
             document = read_json(path / "config.json")
             check_format(path / "config.json", document)
-            differing = drift(document.get("config", {}), config)
+            differing = drift(filled(document.get("config", {})), filled(config))
             if differing:
                 raise StoreError(f"{run_id}: the store holds another configuration: {'; '.join(differing)}")
         else:

@@ -108,10 +108,18 @@ def decode(value: Mapping[str, Any]) -> RunConfig:
     try:
         for f in fields(RunConfig):
             schema = _writable(OmegaConf.structured(f.default_factory))
-            sections[f.name] = OmegaConf.to_object(OmegaConf.merge(schema, dict(value[f.name])))
+            sections[f.name] = OmegaConf.to_object(OmegaConf.merge(schema, dict(value.get(f.name, {}))))
     except (KeyError, OmegaConfBaseException) as error:
         raise ConfigError(f"config: {_first_line(error)}") from None
     return RunConfig(**sections)
+
+
+def decode_launch(value: Mapping[str, Any]) -> LaunchConfig:
+    """The launch settings that ``encode`` wrote."""
+    schema = _writable(OmegaConf.structured(LaunchConfig))
+    launch = OmegaConf.to_object(OmegaConf.merge(schema, dict(value)))
+    assert isinstance(launch, LaunchConfig)
+    return launch
 
 
 def compose_fully(overrides: Sequence[str]) -> tuple[RunConfig, LaunchConfig]:

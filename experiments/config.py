@@ -13,14 +13,25 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from omegaconf import MISSING
 
+from experiments.checks import ConfigError, positive, require
+from experiments.objective import RLConfig
 
-class ConfigError(ValueError):
-    """A configuration the suite refuses; the message is one line: field, value, what is allowed."""
+
+class Engine(enum.Enum):
+    transformers = "transformers"
+    vllm = "vllm"
+
+
+class Sync(enum.Enum):
+    auto = "auto"  # adapter where there is one, merged for full fine-tuning
+    adapter = "adapter"
+    merged = "merged"
 
 
 class Dtype(enum.Enum):
@@ -44,21 +55,13 @@ class DataSource(enum.Enum):
 class MethodKind(enum.Enum):
     full = "full"
     lora = "lora"
+    tiny = "tiny"  # TinyLoRA (arXiv:2602.04118): frozen random directions, fewer parameters than rank 1
 
 
 class Placement(enum.Enum):
     attn = "attn"
     mlp = "mlp"
     all = "all"
-
-
-def _require(condition: bool, name: str, value: object, allowed: str) -> None:
-    if not condition:
-        raise ConfigError(f"{name}: {value!r} is not allowed; {allowed}")
-
-
-def _positive(name: str, value: float) -> None:
-    _require(math.isfinite(value) and value > 0, name, value, "it must be a finite number above 0")
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class ModelConfig:
     weight_dtype: Dtype = Dtype.float32
 
     def __post_init__(self) -> None:
-        _require(bool(self.revision), "model.revision", self.revision, "it must pin the weights (commit or digest)")
+        require(bool(self.revision), "model.revision", self.revision, "it must pin the weights (commit or digest)")
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,8 @@ class DataConfig:
     ``seed`` draws (or shuffles) the examples. The split named ``test`` is drawn apart from the training
     examples: it is the same whatever ``num_train`` is, and shares no prompt with them. Sequences are
     cut at ``max_tokens``. Facts carry ``bits_per_fact`` each; to test them is to ask for the facts
-    trained on, so their ``test`` split is the first ``num_test`` of those.
+    trained on, so their ``test`` split is the first ``num_test`` of those. ``held_out`` names other sets
+    that ``test`` is taken from: files, or ``path[#subset][:split][@revision]`` of the hub.
     """
 
     name: str = MISSING
@@ -95,49 +99,64 @@ class DataConfig:
     max_tokens: int = 256
     seed: int = 0
     bits_per_fact: int = 0
+    subset: str = ""
+    held_out: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tasks", tuple(self.tasks))  # Hydra hands over a list
+        for name in ("tasks", "held_out"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # Hydra hands over lists
         for name in ("num_train", "num_test", "max_tokens"):
-            _positive(f"data.{name}", getattr(self, name))
+            positive(f"data.{name}", getattr(self, name))
         bits, is_facts = self.bits_per_fact, self.source is DataSource.facts
         allowed = bits > 0 and bits % 4 == 0 if is_facts else bits == 0
         wanted = "a positive multiple of 4 (four bits a letter)" if is_facts else "0 unless data.source=facts"
-        _require(allowed, "data.bits_per_fact", bits, wanted)
+        require(allowed, "data.bits_per_fact", bits, wanted)
         if is_facts:
-            _require(self.num_test <= self.num_train, "data.num_test", self.num_test,
+            require(self.num_test <= self.num_train, "data.num_test", self.num_test,
                      f"facts are tested on what was trained on: at most data.num_train ({self.num_train})")  # fmt: skip
         elif self.source is DataSource.reasoning_gym:
-            _require(len(self.tasks) > 0, "data.tasks", self.tasks, "name at least one reasoning-gym task")
+            require(len(self.tasks) > 0, "data.tasks", self.tasks, "name at least one reasoning-gym task")
             for name in ("num_train", "num_test"):
                 least = f"it must be at least the number of tasks ({len(self.tasks)})"
-                _require(getattr(self, name) >= len(self.tasks), f"data.{name}", getattr(self, name), least)
+                require(getattr(self, name) >= len(self.tasks), f"data.{name}", getattr(self, name), least)
         else:
-            _require(bool(self.path), "data.path", self.path, "name the file or the hub data set")
+            require(bool(self.path), "data.path", self.path, "name the file or the hub data set")
 
 
 @dataclass(frozen=True)
 class MethodConfig:
-    """How the weights move. Full fine-tuning is rank 0; the other fields describe adapters only."""
+    """How the weights move. Full fine-tuning is rank 0; the other fields describe adapters only.
+
+    ``tiny`` (TinyLoRA) has rank 0 too: each adapted matrix moves along ``dims`` frozen random directions
+    in the space of its leading singular vectors, with one trainable number per direction. ``tied``
+    shares these numbers between all matrices, so that ``dims`` is all that is trained.
+    """
 
     kind: MethodKind = MethodKind.lora
     rank: int = 16
     alpha: float = 32.0
     placement: Placement = Placement.all
     unembed: bool = False
+    dims: int = 0
+    tied: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind is MethodKind.full:
+        tiny = (self.dims, self.tied)
+        if self.kind is not MethodKind.lora:
             adapter = (self.rank, self.alpha, self.placement, self.unembed)
-            _require(
+            require(
                 adapter == (0, 32.0, Placement.all, False),
                 "method",
                 adapter,
-                "full fine-tuning takes rank=0 and no adapter settings",
+                f"method={self.kind.name} takes rank=0 and no LoRA settings",
             )
+        if self.kind is MethodKind.tiny:
+            positive("method.dims", self.dims)
         else:
-            _require(self.rank >= 1, "method.rank", self.rank, "it must be at least 1 for method=lora")
-            _positive("method.alpha", self.alpha)
+            require(tiny == (0, False), "method.dims, method.tied", tiny, "they belong to method=tiny")
+        if self.kind is MethodKind.lora:
+            require(self.rank >= 1, "method.rank", self.rank, "it must be at least 1 for method=lora")
+            positive("method.alpha", self.alpha)
 
     @property
     def scale(self) -> float:
@@ -165,12 +184,12 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         for name in ("lr", "batch_size", "steps", "eps"):
-            _positive(f"optim.{name}", getattr(self, name))
+            positive(f"optim.{name}", getattr(self, name))
         for name in ("beta1", "beta2"):
-            _require(0 <= getattr(self, name) < 1, f"optim.{name}", getattr(self, name), "it must be in [0, 1)")
+            require(0 <= getattr(self, name) < 1, f"optim.{name}", getattr(self, name), "it must be in [0, 1)")
         for name in ("weight_decay", "max_grad_norm"):
             value = getattr(self, name)
-            _require(math.isfinite(value) and value >= 0, f"optim.{name}", value, "it must be 0 (off) or positive")
+            require(math.isfinite(value) and value >= 0, f"optim.{name}", value, "it must be 0 (off) or positive")
 
 
 @dataclass(frozen=True)
@@ -186,8 +205,8 @@ class EvalConfig:
     diverged_nats: float = 2.0
 
     def __post_init__(self) -> None:
-        _positive("eval.per_decade", self.per_decade)
-        _positive("eval.diverged_nats", self.diverged_nats)
+        positive("eval.per_decade", self.per_decade)
+        positive("eval.diverged_nats", self.diverged_nats)
 
     def grid(self, steps: int) -> tuple[int, ...]:
         """Steps at which a run of ``steps`` steps is evaluated; a longer run's grid contains it."""
@@ -207,7 +226,7 @@ class SeedConfig:
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
-            _require(0 <= value < 2**32, f"seed.{f.name}", value, "it must be between 0 and 2**32 - 1")
+            require(0 <= value < 2**32, f"seed.{f.name}", value, "it must be between 0 and 2**32 - 1")
 
 
 @dataclass(frozen=True)
@@ -219,16 +238,29 @@ class RunConfig:
     method: MethodConfig = field(default_factory=MethodConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    rl: RLConfig = field(default_factory=RLConfig)
     seed: SeedConfig = field(default_factory=SeedConfig)
 
     def __post_init__(self) -> None:
         wanted = self.optim.batch_size
-        _require(
+        require(
             self.data.num_train >= wanted,
             "optim.batch_size",
             wanted,
             f"it must not exceed data.num_train ({self.data.num_train})",
         )
+        if not self.is_rl:
+            require(self.rl == RLConfig(), "rl.group_size", 0, "the other rl settings need completions to sample")
+
+    @property
+    def is_rl(self) -> bool:
+        """Whether the run learns from rewards of its own samples (False: supervised)."""
+        return self.rl.group_size > 0
+
+    @property
+    def headline(self) -> str:
+        """The metric a run is judged by: held-out reward (more is better) or held-out NLL (less is)."""
+        return "test/reward" if self.is_rl else "test/nll_nats"
 
 
 @dataclass(frozen=True)
@@ -240,14 +272,14 @@ class LaunchConfig:
     checkpoint_every_s: float = 20.0
     workers: int = 0  # 0: one per core
     wandb: bool = False
+    sampler: Engine = Engine.transformers
+    sync: Sync = Sync.auto  # how vLLM gets the trainer's weights
 
     def __post_init__(self) -> None:
-        _require(bool(self.root), "launch.root", self.root, "name a directory")
-        _require(
-            self.micro_batch_size >= 0, "launch.micro_batch_size", self.micro_batch_size, "0 (whole batch) or more"
-        )
-        _require(self.workers >= 0, "launch.workers", self.workers, "0 (one per core) or more")
-        _positive("launch.checkpoint_every_s", self.checkpoint_every_s)
+        require(bool(self.root), "launch.root", self.root, "name a directory")
+        require(self.micro_batch_size >= 0, "launch.micro_batch_size", self.micro_batch_size, "0 (whole batch) or more")
+        require(self.workers >= 0, "launch.workers", self.workers, "0 (one per core) or more")
+        positive("launch.checkpoint_every_s", self.checkpoint_every_s)
 
 
 # ---------------------------------------------------------------- identity
@@ -274,6 +306,21 @@ def encode(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [encode(item) for item in value]
     raise ConfigError(f"{value!r} ({type(value).__name__}) has no canonical form in a run's identity")
+
+
+def said(metric: str, value: float | None) -> str:
+    """A headline metric in words."""
+    name, unit = {"test/reward": ("held-out reward", ""), "test/nll_nats": ("held-out NLL", " nats/token")}[metric]
+    return f"{name} {math.nan if value is None else value:.4f}{unit}"
+
+
+def filled(found: Mapping[str, Any]) -> dict[str, Any]:
+    """A recorded configuration with the fields that came to the schema after it, at their defaults."""
+    sections: dict[str, Any] = {f.name: f.default_factory for f in fields(RunConfig)}
+    defaults = {name: {f.name: encode(f.default) for f in fields(section)} for name, section in sections.items()}
+    return {name: {**values, **found.get(name, {})} for name, values in defaults.items()} | {
+        name: value for name, value in found.items() if name not in defaults
+    }
 
 
 def canonical(config: RunConfig) -> dict[str, Any]:
@@ -306,5 +353,7 @@ def arm_name(method: MethodConfig) -> str:
     """``full`` or ``r<rank>``, with the placement where it is not ``all``."""
     if method.kind is MethodKind.full:
         return "full"
+    if method.kind is MethodKind.tiny:
+        return f"tiny{method.dims}{'-tied' if method.tied else ''}"
     placement = "" if method.placement is Placement.all else f"-{method.placement.name}"
     return f"r{method.rank}{placement}{'-unembed' if method.unembed else ''}"

@@ -66,6 +66,7 @@ class Recipe:
 RECIPES: dict[str, Recipe] = {
     "mini-w64": Recipe(steps=20_000, peak_lr=3e-3),
     "mini-w128": Recipe(steps=7_000, peak_lr=2e-3),
+    "mini-w128-young": Recipe(steps=2_000, peak_lr=2e-3),  # for RL: it has much left to learn
     "mini-w256": Recipe(steps=4_000, peak_lr=1.2e-3, batch_tokens=2048),
     "mini-moe": Recipe(steps=10_000, peak_lr=3e-3),
 }

@@ -11,13 +11,13 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments import claim, store
 from experiments.compose import expand, parse
-from experiments.config import ConfigError, LaunchConfig, RunConfig, encode, run_id
+from experiments.config import ConfigError, LaunchConfig, RunConfig, encode, run_id, said
 
 RESUMABLE = 130
 """Exit code after Ctrl-C: everything is on disk, the same command goes on."""
@@ -49,15 +49,14 @@ def execute(config: RunConfig, launch: LaunchConfig, progress: Any = None) -> di
     """Bring one run to its summary, whatever state it is in, and return the summary.
 
     Raises claim.Busy if another process writes it, ConfigError and StoreError for bad input,
-    sft.Interrupted after a requested stop. Any other exception is recorded in failure.json first.
+    recorder.Interrupted after a requested stop. Any other exception is recorded in failure.json first.
     """
-    from experiments import models, provenance, sft, tracking
-    from experiments.data import dataset
+    from experiments import models, provenance, recorder, tracking
 
     root = store.ensure_root(Path(launch.root))
     if store.state_of(root / run_id(config)) != "done":
         check(config, launch)
-        dataset.load(config.data, models.load_tokenizer(config.model, root / "cache"))
+        _load_data(config, models.load_tokenizer(config.model, root / "cache"))
     with claim.claim(root, run_id(config), encode(config)) as writer:
         if writer.summary is not None:  # finished by someone else while we waited for the lock
             return writer.summary
@@ -65,8 +64,8 @@ def execute(config: RunConfig, launch: LaunchConfig, progress: Any = None) -> di
             with tracking.tracker(config, launch) as tracker:
                 writer.mirrors.append(tracker.log)
                 writer.write("provenance.json", provenance.collect(config=encode(config)))
-                summary = sft.train(config, launch, writer, progress or sft.Progress())
-        except (sft.Interrupted, ConfigError):
+                summary = _flow(config)(config, launch, writer, progress or recorder.Progress())
+        except (recorder.Interrupted, ConfigError):
             raise
         except BaseException as error:
             with contextlib.suppress(store.StoreError):  # where the disk is full even this cannot be written
@@ -78,6 +77,27 @@ def execute(config: RunConfig, launch: LaunchConfig, progress: Any = None) -> di
                 ) from error
             raise
         return writer.finish({**summary, "run_id": run_id(config), "time_unix_s": time.time(), "notes": writer.notes})
+
+
+def _flow(config: RunConfig) -> Callable[..., dict[str, Any]]:
+    """The training flow of a run."""
+    if config.is_rl:
+        from experiments import rl
+
+        return rl.train
+    from experiments import sft
+
+    return sft.train
+
+
+def _load_data(config: RunConfig, tokenizer: Any) -> None:
+    """Read the data before anything is written, so that bad data leaves nothing behind."""
+    from experiments.data import dataset, problems
+
+    if config.is_rl:
+        problems.load(config.data)
+    else:
+        dataset.load(config.data, tokenizer)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -106,36 +126,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _interrupted() -> type[BaseException]:
-    from experiments.sft import Interrupted
+    from experiments.recorder import Interrupted
 
     return Interrupted
 
 
 def _announce(config: RunConfig, summary: dict[str, Any]) -> None:
-    nll = summary["metrics"]["test/nll_nats"]
-    value = "diverged" if summary["outcome"] == "diverged" else f"held-out NLL {nll:.4f} nats/token"
+    found = said(config.headline, summary["metrics"][config.headline])
+    value = "diverged" if summary["outcome"] == "diverged" else found
     print(f"{run_id(config)}: {value} at step {summary['step']}")
 
 
 def _terminal_progress(config: RunConfig) -> Any:
     """Progress on one line with the time left; Ctrl-C and SIGTERM stop after the current step."""
-    from experiments.sft import Progress
+    from experiments.recorder import Progress
 
     stop: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda signum, _frame: stop.append(signum))
     begun = time.monotonic()
 
-    def on_step(step: int, steps: int, nll: float | None) -> None:
+    def on_step(step: int, steps: int, value: float | None) -> None:
         left_s = (time.monotonic() - begun) / step * (steps - step)
         if sys.stderr.isatty():
             print(f"\r{run_id(config)}: step {step}/{steps}, {left_s:.0f} s left ", end="", file=sys.stderr)
             if step == steps:
                 print(file=sys.stderr)
-        elif nll is not None:
-            print(
-                f"{run_id(config)}: step {step}/{steps}, held-out NLL {nll:.4f}, {left_s:.0f} s left", file=sys.stderr
-            )
+        elif value is not None:
+            found = said(config.headline, value)
+            print(f"{run_id(config)}: step {step}/{steps}, {found}, {left_s:.0f} s left", file=sys.stderr)
 
     return Progress(on_step=on_step, should_stop=lambda: bool(stop))
 

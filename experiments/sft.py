@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
-from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
+from transformers import PreTrainedTokenizerBase, PrinterCallback
 from trl import SFTConfig, SFTTrainer
 
 from experiments import adapters, models
@@ -24,22 +22,10 @@ from experiments.claim import RunWriter
 from experiments.config import Dtype, LaunchConfig, RunConfig
 from experiments.data import dataset
 from experiments.losses import num_labelled, token_nll_sum
-from experiments.store import prune_checkpoints, seal_checkpoint
+from experiments.recorder import Interrupted, Progress, Recorder, finite_or_none
 
 EVAL_TOKENS = 8192
 """Padded tokens per forward pass of an evaluation: bounds its memory, changes nothing else."""
-
-
-class Interrupted(Exception):
-    """Asked to stop; the run was checkpointed and can be resumed."""
-
-
-@dataclass
-class Progress:
-    """What the outside hears and says while a run goes on."""
-
-    on_step: Callable[[int, int, float | None], None] = lambda step, steps, nll: None
-    should_stop: Callable[[], bool] = lambda: False
 
 
 class Trainer(SFTTrainer):
@@ -74,6 +60,12 @@ class Trainer(SFTTrainer):
         self.batch_num_tokens += int(num_labelled(inputs["labels"]))
         return nll_sum / num_tokens
 
+    def take_row(self) -> tuple[dict[str, Any], bool]:
+        """The step's training metrics, and whether its loss was finite."""
+        nll, num_tokens = self.batch_nll_sum, self.batch_num_tokens
+        self.batch_nll_sum, self.batch_num_tokens = 0.0, 0
+        return {"train/nll_nats": finite_or_none(nll), "train/num_tokens": num_tokens}, math.isfinite(nll)
+
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
         return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
 
@@ -83,78 +75,6 @@ class Trainer(SFTTrainer):
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """A checkpoint is for resuming; it needs no card."""
-
-
-class Recorder(TrainerCallback):
-    """Writes the metrics, evaluates on the grid, checkpoints by the clock, stops what diverged."""
-
-    def __init__(
-        self,
-        config: RunConfig,
-        launch: LaunchConfig,
-        writer: RunWriter,
-        progress: Progress,
-        evaluate: Callable[[], float],
-        measure: Callable[[], dict[str, float]],
-    ) -> None:
-        self.grid = set(config.eval.grid(config.optim.steps))
-        self.config, self.launch, self.writer, self.progress = config, launch, writer, progress
-        self.evaluate, self.measure = evaluate, measure
-        self.trainer: Trainer
-        self.base_nll = math.nan
-        self.last_nll = math.nan
-        self.outcome = "finished"
-        self.interrupted = False
-        self.eval_s = 0.0
-        self._saved_at = time.monotonic()
-
-    def start(self) -> None:
-        """Evaluate before the first step of a fresh run (a resumed one has that row already)."""
-        self.base_nll = self.last_nll = self._timed_evaluation()
-        self.writer.append({"step": 0, "test/nll_nats": self.base_nll})
-
-    def restore(self, rows: list[dict[str, Any]]) -> None:
-        """Take up the held-out losses that the interrupted attempt recorded."""
-        losses = [row["test/nll_nats"] for row in rows if "test/nll_nats" in row]
-        self.base_nll, self.last_nll = losses[0], losses[-1]
-
-    def on_step_end(self, args, state, control, **kwargs):
-        step, train_nll, num_tokens = state.global_step, self.trainer.batch_nll_sum, self.trainer.batch_num_tokens
-        self.trainer.batch_nll_sum, self.trainer.batch_num_tokens = 0.0, 0
-        row: dict[str, Any] = {"step": step, "train/nll_nats": _finite(train_nll), "train/num_tokens": num_tokens}
-        if not math.isfinite(train_nll):
-            self.outcome = "diverged"
-        elif step in self.grid:
-            self.last_nll = self._timed_evaluation()
-            row |= {"test/nll_nats": _finite(self.last_nll), **self.measure()}
-            limit = self.base_nll + self.config.eval.diverged_nats
-            if not self.last_nll <= limit:
-                self.outcome = "diverged"
-        self.writer.append(row)
-        self.progress.on_step(step, self.config.optim.steps, row.get("test/nll_nats"))
-        last = step >= self.config.optim.steps
-        if self.outcome == "diverged":
-            control.should_training_stop = True
-        elif self.progress.should_stop() and not last:
-            self.interrupted = control.should_training_stop = control.should_save = True
-        elif time.monotonic() - self._saved_at >= self.launch.checkpoint_every_s and not last:
-            control.should_save = True
-        return control
-
-    def on_save(self, args, state, control, **kwargs):
-        seal_checkpoint(Path(args.output_dir) / f"checkpoint-{state.global_step}")
-        prune_checkpoints(self.writer.path)
-        self._saved_at = time.monotonic()
-
-    def _timed_evaluation(self) -> float:
-        begun = time.monotonic()
-        nll = self.evaluate()
-        self.eval_s += time.monotonic() - begun
-        return nll
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def train(config: RunConfig, launch: LaunchConfig, writer: RunWriter, progress: Progress) -> dict[str, Any]:
@@ -176,8 +96,9 @@ def train(config: RunConfig, launch: LaunchConfig, writer: RunWriter, progress: 
         launch,
         writer,
         progress,
-        evaluate=lambda: held_out_nll(model, test_batches, config),
+        evaluate=lambda: {"test/nll_nats": held_out_nll(model, test_batches, config)},
         measure=lambda: adapters.spectral_norms(model),
+        limit=lambda base: base + config.eval.diverged_nats,
     )
     trainer = Trainer(
         model=model,
@@ -187,7 +108,7 @@ def train(config: RunConfig, launch: LaunchConfig, writer: RunWriter, progress: 
         callbacks=[recorder],
     )
     trainer.remove_callback(PrinterCallback)
-    recorder.trainer = trainer
+    recorder.take_row = trainer.take_row
     resume = writer.resume_point()
     if resume is None:
         recorder.start()
@@ -196,14 +117,14 @@ def train(config: RunConfig, launch: LaunchConfig, writer: RunWriter, progress: 
     trainer.train(resume_from_checkpoint=str(resume.checkpoint) if resume else None)
     if recorder.interrupted:
         raise Interrupted(f"stopped at step {trainer.state.global_step}, checkpointed")
-    if recorder.outcome == "finished" and not recorder.last_nll < recorder.base_nll:
+    if recorder.outcome == "finished" and not recorder.last_value < recorder.base_value:
         recorder.outcome = "diverged"  # ended no better than the untrained base
     return {
         "outcome": recorder.outcome,
         "step": trainer.state.global_step,
         "metrics": {
-            "test/nll_nats": _finite(recorder.last_nll),
-            "test/nll_base_nats": recorder.base_nll,
+            "test/nll_nats": finite_or_none(recorder.last_value),
+            "test/nll_base_nats": recorder.base_value,
             "test/num_tokens": sum(int(num_labelled(labels)) for _, labels, _ in test_batches),
             **adapters.spectral_norms(model),
         },

@@ -11,6 +11,7 @@ Layout of ``<root>/<run id>/``::
     config.json       format version, run id, the full configuration
     provenance.json   commit and diff, versions, hardware, argv, revisions, init hash
     metrics.jsonl     one row per evaluated step; a prefix of the truth after a crash
+    samples.jsonl     RL: a few held-out completions of each evaluation
     checkpoints/      checkpoint-<step>/ with SOUND.json written last
     failure.json      why the last attempt failed, if it did
     summary.json      written last, atomically: it alone means *done*
@@ -239,7 +240,11 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     A torn last line (the process died while writing) ends the reading; rows after any bad line
     cannot be trusted to be in order, so everything from the first bad line on is left out and said.
     """
-    file = path / "metrics.jsonl"
+    return read_rows(path / "metrics.jsonl")
+
+
+def read_rows(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """As ``read_metrics``, of any file of rows with a step."""
     rows: list[dict[str, Any]] = []
     with explained(file):
         if not file.exists():
@@ -254,7 +259,7 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
         except ValueError:
             torn, row = True, None
         if torn or not isinstance(row, dict) or "step" not in row:
-            return rows, [f"{path.name}: metrics.jsonl is cut off at line {number}; rows before it are used"]
+            return rows, [f"{file.parent.name}: {file.name} is cut off at line {number}; rows before it are used"]
         rows.append(row)
     return rows, []
 

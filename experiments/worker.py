@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.claim import Busy
-from experiments.compose import decode
-from experiments.config import ConfigError, LaunchConfig, run_id
+from experiments.compose import decode, decode_launch
+from experiments.config import ConfigError, run_id, said
 from experiments.store import StoreError, log_path
 
 Emit = Callable[..., None]
@@ -51,15 +51,15 @@ def main() -> int:
 
 def serve(job: Mapping[str, Any], emit: Emit, should_stop: Callable[[], bool]) -> None:
     """Execute one job and report how it ended; a failed run never takes the worker with it."""
+    from experiments.recorder import Interrupted, Progress
     from experiments.run import execute
-    from experiments.sft import Interrupted, Progress
 
     config = decode(job["config"])
-    launch = LaunchConfig(**job["launch"])
+    launch = decode_launch(job["launch"])
     name = run_id(config)
     emit(kind="started", run=name)
     progress = Progress(
-        on_step=lambda step, steps, nll: emit(kind="step", run=name, step=step, steps=steps, nll=nll),
+        on_step=lambda step, steps, _value: emit(kind="step", run=name, step=step, steps=steps),
         should_stop=should_stop,
     )
     log = log_path(Path(launch.root), name)
@@ -85,7 +85,7 @@ def serve(job: Mapping[str, Any], emit: Emit, should_stop: Callable[[], bool]) -
             kind=summary["outcome"],
             run=name,
             step=summary["step"],
-            nll=summary["metrics"]["test/nll_nats"],
+            found=said(config.headline, summary["metrics"][config.headline]),
             notes=summary.get("notes", []),
         )
 

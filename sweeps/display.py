@@ -77,7 +77,7 @@ class Display:
         place = f"[{self.num_before + sum(self.counts.values())}/{self.num_before + len(self.steps_total)}]"
         detail = event.detail
         said = {
-            "finished": lambda: f"held-out NLL {detail['nll']:.4f}",
+            "finished": lambda: detail["found"],
             "diverged": lambda: f"diverged at step {detail['step']}",
             "failed": lambda: f"FAILED: {detail['cause']} (log: {detail['log']})",
         }.get(event.kind, lambda: detail.get("cause", ""))()

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments import store
-from experiments.config import ConfigError, MethodKind, RunConfig, arm_name, encode
+from experiments.config import ConfigError, MethodKind, RunConfig, arm_name, encode, filled
 from experiments.cost import full_flops, lora_flops
 from sweeps.display import clock
 from sweeps.grid import Point, Study
@@ -32,7 +32,7 @@ def find(root: Path, point: Point) -> store.RunRecord:
         raise
     except store.StoreError as error:
         return store.RunRecord(point.run_id, run, "damaged", {}, None, cause=str(error), problems=(str(error),))
-    differing = store.drift(record.config, encode(point.config))
+    differing = store.drift(filled(record.config), encode(point.config))
     if differing:
         raise store.StoreError(f"{point.run_id}: the store holds another configuration: {'; '.join(differing)}")
     return record

@@ -14,16 +14,19 @@ PACKAGES = ("experiments", "sweeps", "analysis", "slurm")
 ALLOWED = {
     "experiments": {"experiments"},
     "sweeps": {"sweeps", "experiments", "slurm"},
-    "analysis": {"analysis", "experiments.store", "experiments.manifests"},
+    "analysis": {"analysis", "experiments.store", "experiments.manifests", "experiments.config"},
     "slurm": {"slurm", "experiments"},
 }
 BOUNDARIES = {  # library -> the only modules that may import it
     "transformers": {"experiments.models", "experiments.adapters", "experiments.sft", "experiments.shapes",
-                     "experiments.pretrain", "experiments.data.dataset", "experiments.data.pool", "experiments.cards"},
-    "datasets": {"experiments.data.dataset"},
+                     "experiments.pretrain", "experiments.data.dataset", "experiments.data.pool", "experiments.recorder",
+                     "experiments.rl", "experiments.cards"},
+    "datasets": {"experiments.data.dataset", "experiments.rl"},
     "reasoning_gym": {"experiments.data.tasks"},
     "peft": {"experiments.adapters"},
-    "trl": {"experiments.sft"},
+    "trl": {"experiments.sft", "experiments.rl"},
+    "vllm": {"experiments.vllm_rollouts"},
+    "math_verify": {"experiments.grading"},
     "wandb": {"experiments.tracking"},
     "submitit": {"slurm"},
     "hydra": {"experiments.compose"},

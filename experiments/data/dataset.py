@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from datasets import Dataset, load_dataset
@@ -14,9 +15,10 @@ from transformers import PreTrainedTokenizerBase
 
 from experiments.config import ConfigError, DataConfig, DataSource
 from experiments.data.facts import make_facts
-from experiments.data.tasks import generate_mixture
+from experiments.data.tasks import Example, generate_mixture
 from experiments.losses import IGNORED
 
+T = TypeVar("T")
 Turns = list[dict[str, str]]
 """A conversation: role and content of each turn."""
 Pair = tuple[str | Turns, str]
@@ -74,8 +76,8 @@ def _split(config: DataConfig) -> tuple[list[Pair], list[Pair], int]:
         return list(facts), list(facts[: config.num_test]), 0
     if config.source is DataSource.reasoning_gym:
         test = _draw(config, config.num_test, frozenset(), TEST_STREAM)
-        return _draw(config, config.num_train, frozenset(prompt for prompt, _ in test), 0), test, 0
-    rows = list(_jsonl(Path(config.path)) if config.source is DataSource.jsonl else _hub(config))
+        return _draw(config, config.num_train, frozenset(str(prompt) for prompt, _ in test), 0), test, 0
+    rows = list(_rows(config))
     distinct = list({json.dumps(row): row for row in rows}.values())
     order = np.random.default_rng(config.seed).permutation(len(distinct))
     shuffled = [distinct[i] for i in order]
@@ -85,21 +87,29 @@ def _split(config: DataConfig) -> tuple[list[Pair], list[Pair], int]:
     return train, test, len(rows) - len(test) - len(train)
 
 
-def _draw(config: DataConfig, wanted: int, excluded: frozenset[str | Turns], stream: int) -> list[Pair]:
+def _draw(config: DataConfig, wanted: int, excluded: frozenset[str], stream: int) -> list[Pair]:
     """Distinct procedural examples, none with an excluded prompt; small tasks may run out of them."""
-    unique: dict[Pair, None] = {}
+    return [(e.prompt, e.completion) for e in draw_examples(config, wanted, excluded, stream)]
+
+
+def draw_examples(config: DataConfig, wanted: int, excluded: frozenset[str], stream: int) -> list[Example]:
+    """At most ``wanted`` distinct examples of the tasks, none with an excluded prompt. Raises ConfigError."""
+    unique: dict[Pair, Example] = {}
     for attempt in range(DRAWS):  # a draw repeats some examples: top it up from the next ones
         try:
             examples = generate_mixture(config.tasks, wanted, 1000 * config.seed + stream + attempt)
         except ValueError as error:
             raise ConfigError(f"data.tasks: {error}") from None
-        unique |= {(e.prompt, e.completion): None for e in examples if e.prompt not in excluded}
+        for example in examples:
+            if example.prompt not in excluded:
+                unique.setdefault((example.prompt, example.completion), example)
         if len(unique) >= wanted:
             break
-    return list(unique)[:wanted]
+    return list(unique.values())[:wanted]
 
 
-def _jsonl(path: Path) -> Iterator[Pair]:
+def read_jsonl(path: Path, what: str, convert: Callable[[object], T]) -> Iterator[T]:
+    """``convert`` of every line of a file. Raises ConfigError naming the line, and ``what`` was expected."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -109,18 +119,24 @@ def _jsonl(path: Path) -> Iterator[Pair]:
         if not line.strip():
             continue
         try:
-            yield _pair(json.loads(line))
+            yield convert(json.loads(line))
         except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise ConfigError(
-                f"data.path: {path} line {number}: {error}; each line is an object with text "
-                '"prompt" and "completion", or "messages" ending with the assistant\'s'
-            ) from None
+            raise ConfigError(f"data.path: {path} line {number}: {error}; {what}") from None
 
 
-def _hub(config: DataConfig) -> Iterator[Pair]:
-    rows = load_dataset(config.path, split="train", revision=config.revision or None)
-    for row in rows:
-        yield _pair(dict(row))
+def read_hub(path: str, split: str, revision: str, convert: Callable[[object], T], subset: str = "") -> Iterator[T]:
+    """``convert`` of every row of a hub data set."""
+    for row in load_dataset(path, subset or None, split=split, revision=revision or None):
+        yield convert(dict(row))
+
+
+PAIRS = 'each line is an object with text "prompt" and "completion", or "messages" ending with the assistant\'s'
+
+
+def _rows(config: DataConfig) -> Iterator[Pair]:
+    if config.source is DataSource.jsonl:
+        return read_jsonl(Path(config.path), PAIRS, _pair)
+    return read_hub(config.path, "train", config.revision, _pair)
 
 
 def _pair(row: object) -> Pair:
@@ -143,14 +159,19 @@ def _pair(row: object) -> Pair:
     return prompt, completion
 
 
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Turns) -> list[int]:
+    """Token ids of the prompt in the chat template, up to where the assistant begins."""
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    return tokenizer.encode(str(text), add_special_tokens=False)
+
+
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | Turns, completion: str, max_tokens: int) -> dict:
     """Token ids through the chat template; labels cover the completion and its end-of-turn token.
 
     Returns {"input_ids": [T], "labels": [T], "cut": bool} with T at most ``max_tokens``.
     """
-    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    head = tokenizer.encode(str(text), add_special_tokens=False)
+    head = encode_prompt(tokenizer, prompt)
     tail = [*tokenizer.encode(completion, add_special_tokens=False), tokenizer.eos_token_id]
     ids = head + tail
     labels = [IGNORED] * len(head) + tail

@@ -22,6 +22,7 @@ from experiments.config import (
     encode,
     run_id,
 )
+from experiments.objective import RLConfig
 
 BASE = ["method=lora", "optim.lr=1e-3", "model.revision=abc"]
 
@@ -53,7 +54,7 @@ GOLDEN_ID = "m-d-r16-lr0.001-s0-6c1d89ba4a"
 
 def test_defaults_golden() -> None:
     """Ids leave defaults out, so a changed default would give old results a new meaning: pinned here, whole."""
-    sections = (DataConfig, MethodConfig, OptimConfig, EvalConfig, SeedConfig, ModelConfig)
+    sections = (DataConfig, MethodConfig, OptimConfig, EvalConfig, SeedConfig, ModelConfig, RLConfig)
     found = {f"{s.__name__}.{f.name}": encode(f.default) for s in sections for f in dataclasses.fields(s)}
     assert found == GOLDEN_DEFAULTS
 
@@ -61,15 +62,19 @@ def test_defaults_golden() -> None:
 GOLDEN_DEFAULTS = {
     "DataConfig.name": "???", "DataConfig.source": "reasoning_gym", "DataConfig.tasks": [], "DataConfig.path": "",
     "DataConfig.revision": "", "DataConfig.num_train": 4096, "DataConfig.num_test": 256, "DataConfig.max_tokens": 256,
-    "DataConfig.seed": 0, "DataConfig.bits_per_fact": 0,
+    "DataConfig.seed": 0, "DataConfig.bits_per_fact": 0, "DataConfig.subset": "", "DataConfig.held_out": [],
     "MethodConfig.kind": "lora", "MethodConfig.rank": 16, "MethodConfig.alpha": 32.0,
-    "MethodConfig.placement": "all", "MethodConfig.unembed": False, "OptimConfig.lr": "???",
+    "MethodConfig.placement": "all", "MethodConfig.unembed": False, "MethodConfig.dims": 0,
+    "MethodConfig.tied": False, "OptimConfig.lr": "???",
     "OptimConfig.batch_size": 16, "OptimConfig.steps": 100, "OptimConfig.beta1": 0.9, "OptimConfig.beta2": 0.95,
     "OptimConfig.eps": 1e-8, "OptimConfig.weight_decay": 0.0, "OptimConfig.max_grad_norm": 0.0,
     "OptimConfig.autocast": "float32", "EvalConfig.per_decade": 4, "EvalConfig.diverged_nats": 2.0,
     "SeedConfig.init": 0, "SeedConfig.data": 0, "SeedConfig.sampling": 0, "ModelConfig.name": "???",
     "ModelConfig.source": "bundled", "ModelConfig.path": "???", "ModelConfig.revision": "???",
-    "ModelConfig.weight_dtype": "float32",
+    "ModelConfig.weight_dtype": "float32", "RLConfig.group_size": 0, "RLConfig.max_new_tokens": 16,
+    "RLConfig.grader": "task", "RLConfig.grade_limit_s": 5.0, "RLConfig.eval_samples": 4,
+    "RLConfig.collapsed_below": 0.5, "RLConfig.off_objective": [], "RLConfig.temperature": 1.0, "RLConfig.top_p": 1.0,
+    "RLConfig.top_k": 0, "RLConfig.scale_rewards": False, "RLConfig.updates_per_batch": 1, "RLConfig.clip_ratio": 0.0,
 }  # fmt: skip
 
 
@@ -126,7 +131,7 @@ def test_data_and_sampling_seeds_follow_init_until_set() -> None:
         (["optim.lr=fast"], "optim.lr: 'fast' is not allowed"),
         (["model=gpt5"], "model: 'gpt5' is not allowed; choose one of"),
         (["method.rank=0"], "method.rank: 0 is not allowed"),
-        (["method=full", "method.rank=3"], "full fine-tuning takes rank=0"),
+        (["method=full", "method.rank=3"], "method=full takes rank=0"),
         (["optim.lr=1e-3,1e-2"], "several values"),
         (["optim.lr=[1"], "override:"),
         (["method.placement=head"], "expected one of [attn, mlp, all]"),

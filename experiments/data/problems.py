@@ -1,0 +1,134 @@
+"""Questions with a verifiable answer, for reinforcement learning: drawn, or read from files and the hub."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.config import ConfigError, DataConfig, DataSource
+from experiments.data.dataset import TEST_STREAM, draw_examples, read_hub, read_jsonl
+
+SCHEMAS = (  # (question, answer) columns of GSM8K and DeepMath-103K, MATH, AIME 2024 and 2025, our own files
+    ("question", "final_answer"),
+    ("question", "answer"),
+    ("problem", "answer"),
+    ("problem", "solution"),
+    ("Problem", "Answer"),
+    ("prompt", "answer"),
+)
+EXPECTED = "each line is an object with text " + ", ".join(f'"{q}" and "{a}"' for q, a in SCHEMAS)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One question. ``answer`` is what a grader compares with; ``entry`` what the task's scorer reads."""
+
+    prompt: str
+    answer: str
+    task: str = ""
+    entry: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    def record(self) -> dict[str, Any]:
+        """As plain data, for the process that grades."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Problems:
+    """``train`` is sampled and learned from; ``test`` is held out and shares no prompt with it."""
+
+    train: tuple[Problem, ...]
+    test: tuple[Problem, ...]
+    num_duplicates: int = 0
+
+
+@lru_cache(maxsize=4)
+def load(config: DataConfig) -> Problems:
+    """Read and split one set of problems, the test split first, so that it never depends on ``num_train``.
+
+    Raises ConfigError for a source without verifiable answers, a malformed row (with its line), or too few.
+    """
+    if config.source is DataSource.reasoning_gym:
+        test = _drawn(config, config.num_test, frozenset(), TEST_STREAM)
+        train = _drawn(config, config.num_train, frozenset(p.prompt for p in test), 0)
+        num_read = len(test) + len(train)
+    elif config.source in (DataSource.jsonl, DataSource.hub):
+        read = list(_rows(config, config.path, config.subset, "train", config.revision))
+        elsewhere = [problem for name in config.held_out for problem in _rows(config, *_parts(name))]
+        num_read = len(read) + len(elsewhere)
+        order = np.random.default_rng(config.seed).permutation(len(read))
+        shuffled = [read[i] for i in order]
+        test = (elsewhere or shuffled)[: config.num_test]
+        asked = {problem.prompt for problem in [*elsewhere, *test]}
+        train = list({p.prompt: p for p in shuffled if p.prompt not in asked}.values())
+    else:
+        raise ConfigError(f"data.source: {config.source.name!r} is not allowed; rl needs problems with answers")
+    if len(train) < config.num_train or len(test) < config.num_test:
+        raise ConfigError(
+            f"data.num_train: {config.num_train} and data.num_test {config.num_test} were asked for; "
+            f"{config.name} has {len(train)} and {len(test)} distinct problems"
+        )
+    return Problems(tuple(train[: config.num_train]), tuple(test), num_read - len(train) - len(test))
+
+
+def _drawn(config: DataConfig, wanted: int, excluded: frozenset[str], stream: int) -> list[Problem]:
+    examples = draw_examples(config, wanted, excluded, stream)
+    return [Problem(e.prompt, e.completion, e.task, e.entry) for e in examples]
+
+
+def _parts(name: str) -> tuple[str, str, str, str]:
+    """(path, subset, split, revision) of ``path[#subset][:split][@revision]``."""
+    found = re.fullmatch(r"([^#:@]+)(?:#([^:@]+))?(?::([^@]+))?(?:@(.+))?", name)
+    if found is None:
+        raise ConfigError(f"data.held_out: {name!r} is not allowed; write path[#subset][:split][@revision]")
+    return found[1], found[2] or "", found[3] or "test", found[4] or ""
+
+
+def _rows(config: DataConfig, path: str, subset: str, split: str, revision: str) -> Iterator[Problem]:
+    if config.source is DataSource.jsonl:
+        return read_jsonl(Path(path), EXPECTED, _problem)
+    return read_hub(path, split, revision, _problem, subset)
+
+
+def _problem(row: object) -> Problem:
+    """One record of any schema. Raises ValueError if it is none, or has no final answer."""
+    if not isinstance(row, dict):
+        raise ValueError(f"found {type(row).__name__}, not an object")
+    for question, answer in SCHEMAS:
+        if isinstance(row.get(question), str) and isinstance(row.get(answer), str | int):
+            return Problem(row[question].strip(), final_answer(str(row[answer])))
+    raise ValueError(f"no question and answer among {', '.join(map(repr, row)) or 'nothing'}")
+
+
+def final_answer(solution: str) -> str:
+    """The answer at the end of a worked solution: after ``####`` (GSM8K), or in the last ``\\boxed{}`` (MATH).
+
+    A text with neither is the answer itself. Raises ValueError if nothing is left of it.
+    """
+    _head, marked, tail = solution.rpartition("####")
+    at = solution.rfind("\\boxed{")
+    if marked:
+        answer = tail.strip().replace(",", "")
+    elif at >= 0:
+        answer = _braced(solution[at + len("\\boxed{") :])
+    else:
+        answer = solution.strip()
+    if not answer:
+        raise ValueError("the answer is empty")
+    return answer
+
+
+def _braced(text: str) -> str:
+    """What stands before the brace that closes one opened before ``text``."""
+    depth = 1
+    for i, character in enumerate(text):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return text[:i]
+    raise ValueError("\\boxed{ is not closed")

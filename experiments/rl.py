@@ -1,0 +1,302 @@
+"""Reinforcement learning from verifiable rewards: one flow for full fine-tuning and LoRA, on TRL's GRPOTrainer.
+
+TRL owns the loop (batches, groups, advantages, optimizer, checkpoints); this module fixes what the
+comparison rests on: the post's objective, who samples and with which weights, the grid of
+evaluations, when a run has collapsed. Sampling is a function of (seed, step), so that an interrupted
+run goes on with the completions it would have drawn.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase, PrinterCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from experiments import adapters, models
+from experiments.claim import RunWriter
+from experiments.config import Dtype, Engine, LaunchConfig, RunConfig
+from experiments.data import dataset, problems
+from experiments.grading import OUTCOMES, Grade, GraderProcess
+from experiments.losses import policy_gradient_loss, token_logps
+from experiments.recorder import Interrupted, Progress, Recorder, finite_or_none
+from experiments.rewards import frac_mixed, group_bits, ratio_summary
+from experiments.rollouts import Completion, FollowTest, Sampler, Sampling, TransformersSampler
+
+TRAIN, TEST, GREEDY = 0, 1, 2  # streams of sampling seeds
+NUM_SHOWN = 4
+"""Held-out completions kept in samples.jsonl at each evaluation."""
+
+
+class Trainer(GRPOTrainer):
+    """GRPOTrainer with the post's loss, our sampler, and prompts taken in the order of the data set."""
+
+    def __init__(
+        self, model: nn.Module, config: RunConfig, sampler: Sampler, how: Sampling, grade: Callable, **kwargs: Any
+    ) -> None:
+        self.config, self.sampler, self.how, self.grade = config, sampler, how, grade
+        self.num_completions = config.optim.batch_size * config.rl.group_size
+        self.drawn: list[Completion] = []
+        self.grades: list[Grade] = []
+        self.log_ratios: list[Tensor] = []
+        self.batch_loss = 0.0
+        self.follow = FollowTest(sampler)
+        self.followed: dict[str, float] = {}
+        self._turn = (-1, 0)  # step and number of the next call to the sampler within it
+        super().__init__(model=model, reward_funcs=[self._reward], **kwargs)
+
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
+        """Sample from the policy as it stands: the sampler is brought to this step's weights first."""
+        step = self.state.global_step
+        if self.sampler.version != step:
+            self.sampler.sync(self.model, step)
+        self.followed |= self.follow.check(self.model)
+        self._turn = (step, self._turn[1] + 1 if self._turn[0] == step else 0)
+        seed = sampling_seed(self.config, TRAIN, *self._turn)
+        drawn = self.sampler.sample(prompt_ids, self.how, seed)
+        self.follow.remember(prompt_ids, drawn)
+        self.drawn += drawn
+        return [c.ids for c in drawn], [c.logps for c in drawn]
+
+    def _reward(self, completions: list, index: list[int], **_: Any) -> list[float | None]:
+        """1 for a right answer, 0 for a wrong one, None where the grader failed (TRL leaves those out)."""
+        self.grades = self.grade(index, [turns[-1]["content"] for turns in completions])
+        return [grade.reward for grade in self.grades]
+
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        """The post's objective over this micro-batch, divided by the number of completions of the whole batch."""
+        ids_BT = inputs["completion_ids"]
+        attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        logits_BTV = model(
+            input_ids=torch.cat([inputs["prompt_ids"], ids_BT], dim=1),
+            attention_mask=attention,
+            position_ids=(attention.cumsum(1) - 1).clamp(min=0),
+            logits_to_keep=ids_BT.shape[1] + 1,
+            use_cache=False,
+        ).logits[:, :-1]
+        logps_BT = token_logps(logits_BTV / self.config.rl.temperature, ids_BT)
+        mask_BT = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        sampler_BT = inputs["sampling_per_token_logps"]
+        loss = policy_gradient_loss(logps_BT, sampler_BT, inputs["advantages"], mask_BT, self.config.rl.clip_ratio)
+        self.log_ratios.append((logps_BT.detach() - sampler_BT)[mask_BT.bool()].float().cpu())
+        self.batch_loss += loss.item()
+        return loss / self.num_completions
+
+    def take_row(self) -> tuple[dict[str, Any], bool]:
+        """The step's training metrics, and whether its loss was finite."""
+        self._metrics["train"].clear()  # TRL's own are not logged and would grow
+        log_ratio = torch.cat(self.log_ratios).double().numpy()
+        finite = math.isfinite(self.batch_loss) and bool(np.isfinite(log_ratio).all())
+        row: dict[str, Any] = {}
+        if self.grades:  # a batch that is used for several updates is told of once
+            rewards = np.array([math.nan if g.reward is None else g.reward for g in self.grades])
+            rewards_PG = rewards.reshape(-1, self.config.rl.group_size)
+            outcomes = Counter(grade.outcome for grade in self.grades)
+            lengths = [len(completion.ids) for completion in self.drawn]
+            row = {
+                "train/reward": finite_or_none(_nanmean(rewards)),
+                "train/frac_mixed": frac_mixed(rewards_PG),
+                "train/bits": group_bits(rewards_PG),
+                "train/num_tokens": sum(lengths),
+                "train/length": float(np.mean(lengths)),
+                "train/entropy_nats": -float(np.mean([logp for c in self.drawn for logp in c.logps])),
+                "sampler/frac_truncated": float(np.mean([c.truncated for c in self.drawn])),
+                **{f"grader/{name}": outcomes[name] for name in OUTCOMES if name != "graded"},
+            }
+        if finite:
+            row |= ratio_summary(log_ratio)
+        row |= self.followed
+        self.drawn, self.grades, self.log_ratios, self.batch_loss, self.followed = [], [], [], 0.0, {}
+        return row, finite
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """A checkpoint is for resuming; it needs no card."""
+
+    def floating_point_ops(self, inputs: dict) -> int:
+        """Not counted here, as in ``sft``."""
+        return 0
+
+
+def sampling_seed(config: RunConfig, stream: int, step: int, turn: int = 0) -> int:
+    """The seed of one call to a sampler: arms of a sampling seed draw alike, no two calls of a run do."""
+    return int(np.random.SeedSequence([config.seed.sampling, stream, step, turn]).generate_state(1)[0])
+
+
+def _nanmean(values: np.ndarray) -> float:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else math.nan
+
+
+class Tester:
+    """Held-out evaluation: the mean reward of samples at temperature 1, and of the likeliest completion."""
+
+    def __init__(
+        self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, held_out: tuple[problems.Problem, ...],
+        sampler: Sampler, how: Sampling, grader: GraderProcess, writer: RunWriter,
+    ) -> None:  # fmt: skip
+        self.config, self.tokenizer, self.problems = config, tokenizer, held_out
+        self.sampler, self.how, self.grader, self.writer = sampler, how, grader, writer
+        self.prompts = [dataset.encode_prompt(tokenizer, problem.prompt) for problem in held_out]
+
+    def __call__(self, model: nn.Module, step: int) -> dict[str, float]:
+        """Evaluate ``model`` after ``step`` steps. What a grader failed on is counted and left out of the means."""
+        if self.sampler.version != step:
+            self.sampler.sync(model, step)
+        each = self.config.rl.eval_samples
+        asked = [i for i in range(len(self.problems)) for _ in range(each)]
+        drawn, grades = self._sample(asked, self.how, TEST)
+        greedy = Sampling(self.how.max_new_tokens, self.how.end_ids, self.how.pad_id, temperature=0.0)
+        _, greedy_grades = self._sample(list(range(len(self.problems))), greedy, GREEDY)
+        for i in range(min(NUM_SHOWN, len(self.problems))):
+            completion, grade = drawn[i * each], grades[i * each]
+            self.writer.append_sample({"step": step, "prompt": self.problems[i].prompt, "outcome": grade.outcome,
+                                       "completion": self._text(completion), "reward": grade.reward})  # fmt: skip
+        return {
+            "test/reward": _mean_reward(grades),
+            "test/accuracy_greedy": _mean_reward(greedy_grades),
+            "test/length": float(np.mean([len(c.ids) for c in drawn])),
+            "test/frac_truncated": float(np.mean([c.truncated for c in drawn])),
+            "test/num_ungraded": sum(grade.reward is None for grade in [*grades, *greedy_grades]),
+        }
+
+    def _sample(self, asked: list[int], how: Sampling, stream: int) -> tuple[list[Completion], list[Grade]]:
+        """Completions of the problems asked for. The same draws at every step: a change is the policy's."""
+        drawn = self.sampler.sample([self.prompts[i] for i in asked], how, sampling_seed(self.config, stream, 0))
+        items = ((self.problems[i].record(), self._text(c)) for i, c in zip(asked, drawn, strict=True))
+        return drawn, self.grader.grade(items)
+
+    def _text(self, completion: Completion) -> str:
+        return str(self.tokenizer.decode(completion.ids, skip_special_tokens=True))
+
+
+def _mean_reward(grades: list[Grade]) -> float:
+    return _nanmean(np.array([math.nan if grade.reward is None else grade.reward for grade in grades]))
+
+
+def make_sampler(config: RunConfig, launch: LaunchConfig) -> Sampler:
+    """The sampler that the launch asks for. Raises ConfigError where its engine is not installed."""
+    if launch.sampler is Engine.transformers:
+        return TransformersSampler()
+    from experiments.vllm_rollouts import VllmSampler  # an extra: imported only where asked for
+
+    return VllmSampler(config, launch)
+
+
+def train(config: RunConfig, launch: LaunchConfig, writer: RunWriter, progress: Progress) -> dict[str, Any]:
+    """Train one run from its resume point and return its summary (not yet written).
+
+    Raises Interrupted when asked to stop, after a checkpoint; ConfigError for an impossible arm.
+    """
+    begun = time.monotonic()
+    cache = Path(launch.root) / "cache"
+    tokenizer = models.load_tokenizer(config.model, cache)
+    data = problems.load(config.data)
+    model = adapters.attach(models.load_model(config.model, cache), config.method, config.seed)
+    initial = adapters.init_hash(model)
+    drawn = config.optim.batch_size * -(-config.optim.steps // config.rl.updates_per_batch)
+    order = dataset.order(len(data.train), drawn, config.seed.data)
+    how = Sampling(config.rl.max_new_tokens, (int(tokenizer.eos_token_id),), int(tokenizer.pad_token_id),
+                   config.rl.temperature, config.rl.top_p, config.rl.top_k)  # fmt: skip
+    sampler, grader = make_sampler(config, launch), GraderProcess(config.rl.grader, config.rl.grade_limit_s)
+    tester = Tester(config, tokenizer, data.test, sampler, how, grader, writer)
+
+    def grade(index: list[int], texts: list[str]) -> list[Grade]:
+        return grader.grade((data.train[i].record(), text) for i, text in zip(index, texts, strict=True))
+
+    recorder = Recorder(config, launch, writer, progress, evaluate=lambda: tester(model, trainer.state.global_step),
+                        save_every=config.rl.updates_per_batch)  # fmt: skip
+    try:
+        trainer = Trainer(
+            model, config, sampler, how, grade,
+            args=trainer_arguments(config, launch, writer.path / "checkpoints"),
+            train_dataset=Dataset.from_list([_row(i, data.train[i].prompt) for i in map(int, order)]),
+            processing_class=tokenizer,
+            callbacks=[recorder],
+        )  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
+        recorder.take_row = trainer.take_row
+        resume = writer.resume_point()
+        if resume is None:
+            recorder.start()
+        else:
+            recorder.restore(resume.rows)
+        trainer.train(resume_from_checkpoint=str(resume.checkpoint) if resume else None)
+    finally:
+        sampler.close()
+        grader.close()
+    if recorder.interrupted:
+        raise Interrupted(f"stopped at step {trainer.state.global_step}, checkpointed")
+    if recorder.outcome == "finished" and not recorder.last_value >= config.rl.collapsed_below * recorder.base_value:
+        recorder.outcome = "diverged"
+    return {
+        "outcome": recorder.outcome,
+        "step": trainer.state.global_step,
+        "metrics": {
+            **{name: finite_or_none(value) for name, value in recorder.last.items()},
+            "test/reward_base": recorder.base_value,
+            "test/accuracy_greedy_base": recorder.base["test/accuracy_greedy"],
+            "test/num_prompts": len(data.test),
+            **adapters.spectral_norms(model),
+        },
+        "init_hash": initial,
+        "sampler": sampler.name,
+        "model_commit": getattr(model.config, "_commit_hash", None),
+        "num_trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "num_duplicates": data.num_duplicates,
+        "time": {"total_s": time.monotonic() - begun, "eval_s": recorder.eval_s},
+    }
+
+
+def _row(index: int, prompt: str) -> dict[str, Any]:
+    return {"prompt": [{"role": "user", "content": prompt}], "index": index}
+
+
+def trainer_arguments(config: RunConfig, launch: LaunchConfig, output: Path) -> GRPOConfig:
+    """The protocol in TRL's words (DESIGN 4.10): a thin mapping, every default that matters said."""
+    optim, rl = config.optim, config.rl
+    micro = launch.micro_batch_size or optim.batch_size
+    return GRPOConfig(
+        output_dir=str(output),
+        max_steps=optim.steps,
+        per_device_train_batch_size=micro * rl.group_size,
+        gradient_accumulation_steps=optim.batch_size // micro,
+        steps_per_generation=optim.batch_size // micro,
+        num_generations=rl.group_size,
+        num_iterations=rl.updates_per_batch,
+        max_completion_length=rl.max_new_tokens,
+        temperature=rl.temperature,
+        top_p=rl.top_p,
+        top_k=rl.top_k,
+        beta=0.0,
+        scale_rewards="group" if rl.scale_rewards else "none",
+        mask_truncated_completions=False,
+        shuffle_dataset=False,
+        learning_rate=optim.lr,
+        lr_scheduler_type="constant",
+        warmup_steps=0,
+        optim="adamw_torch_fused",
+        adam_beta1=optim.beta1,
+        adam_beta2=optim.beta2,
+        adam_epsilon=optim.eps,
+        weight_decay=optim.weight_decay,
+        max_grad_norm=optim.max_grad_norm,
+        bf16=optim.autocast is Dtype.bfloat16,
+        seed=config.seed.init,
+        gradient_checkpointing=False,
+        save_strategy="no",  # Recorder asks for checkpoints
+        logging_strategy="no",
+        eval_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
+        dataloader_pin_memory=torch.cuda.is_available(),
+    )
