@@ -14,7 +14,9 @@ from analysis.optimum import Optimum, Ratio, estimate, ratio
 from analysis.window import Window, usable_window
 
 VALUE = "test/nll_nats"
-BASE = "test/nll_base_nats"
+REWARD = "test/reward"
+BASES = {VALUE: "test/nll_base_nats", REWARD: "test/reward_base"}
+"""The same metric before the first step."""
 FULL = "full"
 
 _NOT_A_PANEL = ("config.method.", "config.optim.lr", "config.seed.")  # the arm, its LR, its repeats
@@ -39,11 +41,17 @@ class Arm:
     window: Window | None = None
 
 
+def as_loss(values: pd.Series, metric: str) -> pd.Series:
+    """The metric so that less is better: a reward, which is a rate of success, becomes the rate of failure."""
+    return 1.0 - values if metric in (REWARD, BASES[REWARD]) else values
+
+
 def label_arms(table: pd.DataFrame, value: str = VALUE) -> pd.DataFrame:
     """The finished runs of ``load``'s table with the columns ``panel, arm, rank, lr, seed, value`` added.
 
     ``arm`` is full, r1, r4-mlp ...; ``rank`` 0 for full; ``value`` is the metric named, NaN where the
-    run diverged; ``seed`` joins the three seeds; ``panel`` says in what else the runs of the table
+    run diverged, a reward as the rate of failure (``as_loss``); ``base`` the same before the first step;
+    ``seed`` joins the three seeds; ``panel`` says in what else the runs of the table
     differ ("" if in nothing): arms are compared within a panel only.
     Raises: ValueError if no run has the metric.
     """
@@ -51,11 +59,14 @@ def label_arms(table: pd.DataFrame, value: str = VALUE) -> pd.DataFrame:
     done = labelled[labelled["state"] == "done"].reset_index(drop=True)
     column = f"metric.{value}"
     if len(done) and column not in done and (done["outcome"] == "finished").any():
-        known = ", ".join(c.removeprefix("metric.") for c in _columns(done, "metric."))
-        raise ValueError(f"value: {value!r} is not a metric of these runs; allowed: {known}")
+        names = ", ".join(c.removeprefix("metric.") for c in _columns(done, "metric."))
+        raise ValueError(f"value: {value!r} is not a metric of these runs; allowed: {names}")
     if done.empty or column not in done:  # nothing finished, or every run diverged
         return done.assign(value=np.nan)
-    done["value"] = pd.to_numeric(done[column], errors="coerce").where(done["outcome"] == "finished")
+    known = as_loss(pd.to_numeric(done[column], errors="coerce"), value)
+    done["value"] = known.where(done["outcome"] == "finished")
+    if f"metric.{BASES.get(value)}" in done:
+        done["base"] = as_loss(done[f"metric.{BASES[value]}"].astype(float), value)
     return done
 
 
@@ -64,9 +75,10 @@ def label_points(table: pd.DataFrame) -> pd.DataFrame:
     if "config.method.kind" not in table:
         return table.iloc[:0].assign(panel="", arm="", rank=0, lr=np.nan, seed="")
     points = table[table["config.method.kind"].notna()].copy()
-    full = points["config.method.kind"] == "full"
-    points["rank"] = points["config.method.rank"].where(~full, 0).astype(int)
-    points["arm"] = [FULL if f else _lora_name(row) for f, (_, row) in zip(full, points.iterrows(), strict=True)]
+    kinds = points["config.method.kind"]
+    points["rank"] = points["config.method.rank"].where(kinds == "lora", 0).astype(int)
+    named = {"full": lambda row: FULL, "lora": _lora_name, "tiny": _tiny_name}
+    points["arm"] = [named[kind](row) for kind, (_, row) in zip(kinds, points.iterrows(), strict=True)]
     points["lr"] = points["config.optim.lr"].astype(float)
     points["seed"] = points[_columns(points, "config.seed.")].astype(int).astype(str).agg("/".join, axis=1)
     points["panel"] = _panels(points)
@@ -86,6 +98,11 @@ def _lora_name(row: pd.Series) -> str:
     name += "" if placement == "all" else f"-{placement}"
     name += "" if float(alpha) == 32.0 else f"-alpha{float(alpha):g}"
     return name + ("-unembed" if row["config.method.unembed"] else "")
+
+
+def _tiny_name(row: pd.Series) -> str:
+    """``tiny4``: trained numbers for each matrix; ``tiny4-tied``: in all."""
+    return f"tiny{int(row['config.method.dims'])}" + ("-tied" if row["config.method.tied"] else "")
 
 
 def _panels(points: pd.DataFrame) -> list[str]:
@@ -137,11 +154,10 @@ def find_arms(runs: pd.DataFrame, reference: str = FULL, *, maximize: bool = Fal
 
 
 def _window(rows: pd.DataFrame) -> Window | None:
-    column = f"metric.{BASE}"
-    if column not in rows or rows[column].isna().all():
+    if "base" not in rows or rows["base"].isna().all():
         return None
     means = rows.groupby("lr")["value"].agg(lambda values: values.mean() if values.notna().all() else np.nan)
-    return usable_window(np.asarray(means.index, float), np.asarray(means, float), float(rows[column].mean()))
+    return usable_window(np.asarray(means.index, float), np.asarray(means, float), float(rows["base"].mean()))
 
 
 def arm_table(arms: Sequence[Arm]) -> pd.DataFrame:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.arms import VALUE, label_arms, label_points
+from analysis.arms import VALUE, as_loss, label_arms, label_points
 from analysis.load import load, load_curves
 from analysis.stats import LEVEL
 from experiments import manifests, store
@@ -65,7 +65,7 @@ class StudyRuns:
         column = f"metric.{metric}"
         rows = self.curves.loc[self.curves["step"] == step, ["run_id", column]].rename(columns={column: "value"})
         read = self.runs.drop(columns="value").merge(rows, on="run_id", how="left")
-        read["value"] = read["value"].where((read["outcome"] != "diverged") | (read["step"] > step))
+        read["value"] = as_loss(read["value"], metric).where((read["outcome"] != "diverged") | (read["step"] > step))
         lost = (read["outcome"] == "diverged") & (read["config.optim.steps"] >= step)
         recorded = read["value"].notna() | lost
         return read[recorded].reset_index(drop=True)

@@ -71,6 +71,9 @@ def arm_looks(arms: Sequence[str], reference: str = "full") -> dict[str, dict[st
 
 def arm_label(arm: str) -> str:
     """``full fine-tuning`` or ``LoRA rank 4 (mlp)``."""
+    tiny = re.fullmatch(r"tiny(\d+)(-tied)?", arm)
+    if tiny:
+        return f"TinyLoRA, {tiny[1]} " + ("in all" if tiny[2] else "per matrix")
     match = re.fullmatch(r"r(\d+)(?:-(.*))?", arm)
     if not match:
         return "full fine-tuning" if arm == "full" else arm

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from experiments import shapes
 from experiments.cards import evaluate, ship, table
 from experiments.data.pool import Pool, batches, join, tokenize
-from experiments.data.tasks import BASE_TASKS, TASKS, generate
+from experiments.data.tasks import BASE_TASKS, TASKS, Example, generate
 
 WORK_DIR = Path("runs/bases")
 TOKENIZER_SEED, TRAIN_SEED = 1, 2  # streams of examples, apart by construction (see tasks.py)
@@ -56,6 +56,8 @@ class Recipe:
     prompt_loss_weight: float = 0.1
     router_aux_weight: float = 0.01  # load balancing of the experts; unused by dense models
     seed: int = 0
+    start: str = ""  # the shipped base to go on from; "" is a random initialisation
+    wrong_frac: float = 0.0  # share of examples answered with the answer of another example of their task
 
     def __post_init__(self) -> None:
         if not 0 <= self.prompt_loss_weight < 1:  # 1 is how train() tells completion tokens
@@ -65,8 +67,9 @@ class Recipe:
 # Steps are what one core does in about 40 minutes.
 RECIPES: dict[str, Recipe] = {
     "mini-w64": Recipe(steps=20_000, peak_lr=3e-3),
+    # For RL: mini-w64 after text in which two answers in five are wrong, as a corpus of mixed quality would have it.
+    "mini-w64-mixed": Recipe(steps=2_500, peak_lr=1e-3, start="mini-w64", wrong_frac=0.4),
     "mini-w128": Recipe(steps=7_000, peak_lr=2e-3),
-    "mini-w128-young": Recipe(steps=2_000, peak_lr=2e-3),  # for RL: it has much left to learn
     "mini-w256": Recipe(steps=4_000, peak_lr=1.2e-3, batch_tokens=2048),
     "mini-moe": Recipe(steps=10_000, peak_lr=3e-3),
 }
@@ -88,15 +91,27 @@ def cached_pool(tokenizer: PreTrainedTokenizerFast, recipe: Recipe, work_dir: Pa
         TRAIN_SEED,
         [[task, TASKS[task].dataset, TASKS[task].config] for task in recipe.tasks],
     ]
+    if recipe.wrong_frac:
+        spec.append(recipe.wrong_frac)
     path = work_dir / f"pool-{hashlib.sha256(json.dumps(spec).encode()).hexdigest()[:10]}.npz"
     if not path.exists():
         drawn = (generate(task, recipe.examples_per_task, TRAIN_SEED) for task in recipe.tasks)
-        pool = join([tokenize(tokenizer, examples) for examples in drawn])
+        pool = join([tokenize(tokenizer, with_wrong(examples, recipe.wrong_frac, recipe.seed)) for examples in drawn])
         partial = path.with_suffix(f".{os.getpid()}.npz")
         np.savez(partial, **vars(pool))
         partial.replace(path)
     with np.load(path) as stored:
         return Pool(**{name: stored[name] for name in stored.files})
+
+
+def with_wrong(examples: list[Example], frac: float, seed: int) -> list[Example]:
+    """The examples, a share ``frac`` of them with the completion of another one, drawn at random."""
+    rng = np.random.default_rng([seed, len(examples)])
+    swapped, other = rng.random(len(examples)) < frac, rng.permutation(len(examples))
+    return [
+        dataclasses.replace(example, completion=examples[other[i]].completion) if swapped[i] else example
+        for i, example in enumerate(examples)
+    ]
 
 
 # ---------------------------------------------------------------- training
@@ -150,7 +165,8 @@ def train(
     state = Progress()
     if checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=False)
-        changed = [k for k, v in asdict(recipe).items() if saved["recipe"].get(k) != v]
+        defaults = asdict(Recipe(steps=recipe.steps, peak_lr=recipe.peak_lr))  # of fields younger than it
+        changed = [k for k, v in asdict(recipe).items() if saved["recipe"].get(k, defaults[k]) != v]
         if changed:
             raise ValueError(f"{checkpoint}: made by a recipe with other {', '.join(changed)}; delete it to begin anew")
         model.load_state_dict(saved["model"])
@@ -245,6 +261,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in args.base:
         recipe = RECIPES[name] if args.steps is None else dataclasses.replace(RECIPES[name], steps=args.steps)
         model = shapes.build_model(shapes.shape(name), tokenizer, recipe.seed)
+        if recipe.start:
+            model.load_state_dict(shapes.load_model(args.out / recipe.start).state_dict())
         checkpoint = args.work / f"{name}.pt"
         if args.look:
             saved = torch.load(checkpoint, weights_only=False)

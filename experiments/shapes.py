@@ -63,8 +63,8 @@ class Shape:
 # Dense ffn: 8/3 of the width, rounded up to a multiple of 16. Experts: two active ones make 3 widths.
 SHAPES: dict[str, Shape] = {
     "mini-w64": Shape(width=64, ffn=176),
+    "mini-w64-mixed": Shape(width=64, ffn=176),
     "mini-w128": Shape(width=128, ffn=352),
-    "mini-w128-young": Shape(width=128, ffn=352),
     "mini-w256": Shape(width=256, ffn=688),
     "mini-moe": Shape(width=64, ffn=96, num_experts=8, num_active_experts=2),
 }

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from analysis import envelope, style
-from analysis.arms import FULL, Arm, arm_records, arm_table, find_arms
+from analysis.arms import FULL, REWARD, Arm, arm_records, arm_table, find_arms
 from analysis.figures import curves, lr
 from analysis.figures.registry import FIGURES
 from analysis.load import load, load_curves
@@ -106,7 +106,8 @@ def draw(study: StudyRuns, manifest: Mapping[str, Any], scale: str, arms: Sequen
         reference = study.settings.get("reference", FULL)
         ratio_paper = study.settings.get("ratio_paper")
         ten = float(ratio_paper) if isinstance(ratio_paper, int | float) else None
-        figures["lr"] = lr.figure(study.runs, arms, caption, ten, reference)
+        if study.settings.get("value") != REWARD:  # a reward has a figure of its own
+            figures["lr"] = lr.figure(study.runs, arms, caption, ten, reference)
         if own == "lr" and envelope.CURVE in study.curves:
             figures["curves"] = curves.figure(study.runs, arms, study.curves, caption, reference)
     return figures

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from matplotlib.figure import Figure
 
-from analysis.figures import batch, capacity, early, length, parts, placement, rank, width
+from analysis.figures import batch, capacity, early, length, parts, placement, rank, rl_bits, rl_curves, rl_lr, width
 from analysis.results import StudyRuns
 
 Draw = Callable[[StudyRuns, str], Figure]
@@ -25,4 +25,7 @@ FIGURES: dict[str, Draw] = {
     "placement": _unless_unknown(placement.figure),
     "early": _unless_unknown(early.figure),
     "capacity": _unless_unknown(capacity.figure),
+    "rl-lr": _unless_unknown(rl_lr.figure),
+    "rl-curves": _unless_unknown(rl_curves.figure),
+    "rl-bits": _unless_unknown(rl_bits.figure),
 }

@@ -274,22 +274,6 @@ def parity_follows_capacity(study: StudyRuns) -> Finding:
     return Finding(decision, listed, why, seeds_text(study.runs), float(over), None, needs)
 
 
-def supervised_capacity(study: StudyRuns) -> Finding:
-    """C20, supervised half: the fewest adapter parameters that store 90 % of what full fine-tuning stores."""
-    table = stored_bits(study)
-    full = table.loc[table["rank"] == 0, "bits"].mean()
-    if not full > 0:
-        raise TooLittle("full fine-tuning stored nothing")
-    means = table[table["rank"] > 0].groupby("arm")[["num_trainable", "bits"]].mean().sort_values("num_trainable")
-    enough = means[means["bits"] >= 0.9 * full]
-    here = "supervised half: no adapter stores 90 % of what full fine-tuning does"
-    if len(enough):
-        arm, count = enough.index[0], int(enough["num_trainable"].iloc[0])
-        here = f"supervised half: {arm} ({count:,} parameters) is the smallest to store 90 % of full's {full:,.0f} bits"
-    return Finding("undecided", here, "the other half needs reinforcement learning runs", seeds_text(study.runs),
-                   needs="reinforcement learning runs, which are not built yet")  # fmt: skip
-
-
 def b_outgrows_a(studies: Sequence[StudyRuns]) -> Finding:
     """C22: at the end of the longest runs most matrices have ||B|| > ||A||, at each arm's best LR."""
     shares, early, texts = [], [], []  # one share per arm: arms with more seeds do not weigh more

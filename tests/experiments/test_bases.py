@@ -68,7 +68,9 @@ def test_base_head_is_untied_and_weights_are_bf16(name: str) -> None:
 
 @pytest.mark.parametrize("name", BASES)
 def test_base_was_made_by_the_recipe_and_shape_in_the_code(name: str) -> None:
-    assert card(name)["recipe"] == json.loads(json.dumps(dataclasses.asdict(pretrain.RECIPES[name])))
+    recipe = json.loads(json.dumps(dataclasses.asdict(pretrain.RECIPES[name])))
+    younger = {"start": "", "wrong_frac": 0.0}  # than some cards
+    assert younger | card(name)["recipe"] == recipe
     assert card(name)["shape"] == dataclasses.asdict(shapes.SHAPES[name])
     assert set(card(name)["recipe"]["tasks"]) == set(BASE_TASKS)
     assert not set(card(name)["recipe"]["tasks"]) & set(FINETUNE_TASKS)

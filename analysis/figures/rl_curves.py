@@ -1,0 +1,104 @@
+"""Figures 7 and 8 of the post: reward, length of completions and the sampler's health against step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from analysis import style
+from analysis.figures import parts
+from analysis.judges.common import TooLittle, grid_of
+from analysis.results import StudyRuns
+
+PANELS = (  # metric, label, logarithmic
+    ("test/reward", "held-out reward", False),
+    ("test/accuracy_greedy", "held-out accuracy, greedy", False),
+    ("test/length", "completion length (tokens)", False),
+    ("sampler/kl_nats", "KL of sampler from trainer\n(nats per token)", True),
+    ("sampler/frac_truncated", "share of truncated completions", False),
+    ("grader/failed", "graders that hung or crashed", False),
+)
+
+
+def figure(study: StudyRuns, caption: str) -> Figure:
+    """One line per arm at its best LR: what the policy does above, whether the numbers can be trusted below.
+
+    Args: the study ``rl-curves``; where its runs come from: what, model, data, scale.
+    """
+    arms = parts.expected_arms(study)
+    looks = parts.arm_looks(arms)
+    fig = Figure(figsize=(style.WIDTH_IN, 5.0), layout="constrained")
+    grid = fig.subplots(2, 3)
+    chosen = best_runs(study, arms)
+    for axes, (metric, label, log) in zip(grid.flat, PANELS, strict=True):
+        parts.attempt(axes, partial(draw, study, chosen, metric, axes, looks, log=log))
+        axes.set_ylabel(label)
+    names = style.arm_labels(arms)
+    lrs = {arm: f"{names[arm]}, LR {style.number_text(float(chosen[arm]['lr'].iloc[0]))}" for arm in chosen}
+    handles = [Line2D([], [], label=lrs[arm], **looks[arm]) for arm in chosen]
+    if handles:
+        fig.legend(handles=handles, loc="outside lower center", ncols=style.legend_columns([*lrs.values()]))
+    failed = _count(study, "grader/failed")
+    none = _count(study, "grader/no_answer")
+    parts.caption(fig, caption, study, "each arm at its best LR, mean over seeds, bands: lowest to highest seed",
+                  f"in all runs: {failed:,.0f} gradings failed, {none:,.0f} completions had no answer")  # fmt: skip
+    return fig
+
+
+def best_runs(study: StudyRuns, arms: Sequence[str]) -> dict[str, pd.DataFrame]:
+    """The runs of each arm at its best LR; arms without a usable LR are left out (the caption names them)."""
+    chosen = {}
+    for arm in arms:
+        try:
+            best = grid_of(study.runs, arm).idxmin()
+        except TooLittle:
+            continue
+        chosen[arm] = study.runs[(study.runs["arm"] == arm) & (study.runs["lr"] == best)]
+    return chosen
+
+
+def draw(
+    study: StudyRuns,
+    chosen: dict[str, pd.DataFrame],
+    metric: str,
+    axes: Axes,
+    looks: dict[str, dict[str, Any]],
+    *,
+    log: bool,
+) -> None:
+    """One metric against step, one line per arm."""
+    curves = with_failed(study.curves)
+    column = f"metric.{metric}"
+    if column not in curves or not chosen:
+        raise TooLittle("nothing recorded")
+    for arm, runs in chosen.items():
+        rows = curves[curves["run_id"].isin(set(runs["run_id"])) & curves[column].notna()]
+        table = rows.groupby("step")[column].agg(["mean", "min", "max"])
+        look = {**looks[arm], "marker": "" if len(table) > 15 else looks[arm]["marker"]}
+        axes.plot(table.index, table["mean"], **look)
+        axes.fill_between(table.index, table["min"], table["max"], color=looks[arm]["color"], alpha=0.15, linewidth=0)
+    if log and axes.has_data():
+        positive = curves.loc[curves[column] > 0, column]
+        axes.set_yscale("log") if len(positive) else None
+    axes.set_xlabel("step")
+
+
+def with_failed(curves: pd.DataFrame) -> pd.DataFrame:
+    """The curves with the number of gradings that hung or crashed at each step."""
+    names = [f"metric.grader/{name}" for name in ("timeout", "crash")]
+    if not set(names) <= set(curves):
+        return curves
+    return curves.assign(**{"metric.grader/failed": curves[names].sum(axis=1, min_count=1)})
+
+
+def _count(study: StudyRuns, metric: str) -> float:
+    curves = with_failed(study.curves)
+    column = f"metric.{metric}"
+    return float(np.nansum(curves[column])) if column in curves else 0.0
