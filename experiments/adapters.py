@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import warnings
 from collections.abc import Iterator
@@ -195,6 +196,23 @@ def init_hash(model: nn.Module) -> str:
 def is_adapted(model: nn.Module) -> bool:
     """Whether ``attach`` put adapters on the model (as opposed to full fine-tuning)."""
     return isinstance(model, PeftModel)
+
+
+@contextlib.contextmanager
+def unembedding_hidden(model: nn.Module) -> Iterator[None]:
+    """For the time that a TRL trainer is constructed.
+
+    TRL refuses an adapter on ``lm_head``, since its own losses multiply by ``lm_head.weight`` and would ignore
+    it. Ours use the model's logits, so the guard is answered with nothing.
+    """
+    if not is_adapted(model):
+        yield
+        return
+    model.get_output_embeddings = lambda: None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del model.get_output_embeddings
 
 
 @torch.no_grad()

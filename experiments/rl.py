@@ -52,7 +52,8 @@ class Trainer(GRPOTrainer):
         self.follow = FollowTest(sampler)
         self.followed: dict[str, float] = {}
         self._turn = (-1, 0)  # step and number of the next call to the sampler within it
-        super().__init__(model=model, reward_funcs=[self._reward], **kwargs)
+        with adapters.unembedding_hidden(model):
+            super().__init__(model=model, reward_funcs=[self._reward], **kwargs)
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
         """Sample from the policy as it stands: the sampler is brought to this step's weights first."""

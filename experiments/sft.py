@@ -29,19 +29,11 @@ EVAL_TOKENS = 8192
 
 
 class Trainer(SFTTrainer):
-    """SFTTrainer with the loss of the protocol and batches taken in the order of the data set.
-
-    TRL's own loss multiplies by ``lm_head.weight`` and would ignore an adapter there, so TRL refuses
-    one; the loss here uses the model's logits and the guard is answered for the time of ``__init__``.
-    """
+    """SFTTrainer with the loss of the protocol and batches taken in the order of the data set."""
 
     def __init__(self, model: nn.Module, **kwargs: Any) -> None:
-        hidden = adapters.is_adapted(model)
-        if hidden:
-            model.get_output_embeddings = lambda: None
-        super().__init__(model=model, **kwargs)
-        if hidden:
-            del model.get_output_embeddings
+        with adapters.unembedding_hidden(model):
+            super().__init__(model=model, **kwargs)
         self.batch_nll_sum = 0.0
         self.batch_num_tokens = 0
 

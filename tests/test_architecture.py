@@ -19,8 +19,8 @@ ALLOWED = {
 }
 BOUNDARIES = {  # library -> the only modules that may import it
     "transformers": {"experiments.models", "experiments.adapters", "experiments.sft", "experiments.shapes",
-                     "experiments.pretrain", "experiments.data.dataset", "experiments.data.pool", "experiments.recorder",
-                     "experiments.rl", "experiments.cards"},
+                     "experiments.pretrain", "experiments.data.dataset", "experiments.data.pool", "experiments.cards",
+                     "experiments.recorder", "experiments.rl"},
     "datasets": {"experiments.data.dataset", "experiments.rl"},
     "reasoning_gym": {"experiments.data.tasks"},
     "peft": {"experiments.adapters"},
