@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -76,7 +76,7 @@ class _Worker:
         self.point = point
         assert self.process.stdin is not None
         try:
-            self.process.stdin.write(json.dumps({"config": encode(point.config), "launch": asdict(launch)}) + "\n")
+            self.process.stdin.write(json.dumps({"config": encode(point.config), "launch": encode(launch)}) + "\n")
             self.process.stdin.flush()
         except BrokenPipeError:
             pass  # its death is on its way through the inbox, which requeues the point
