@@ -19,7 +19,7 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from analysis.claims import Verdict, judge
+from analysis.claims import CLAIMS, Verdict, judge
 from analysis.results import Results, from_reference, from_store
 from experiments import store
 
@@ -36,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--root", default=None, help="judge this store's runs; default: the committed reference results"
     )
+    parser.add_argument("--claims", nargs="+", metavar="ID", choices=[claim.id for claim in CLAIMS], default=None,
+                        help="only these, e.g. C17 C18")  # fmt: skip
     parser.add_argument("--out", default=None, help="default: <root or runs>/verdict")
     options = parser.parse_args(arguments)
     out = Path(options.out or Path(options.root or "runs") / "verdict")
@@ -44,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results = from_reference(REFERENCE_DIR / options.scale)
         else:
             results = from_store(Path(options.root), options.scale)
-        verdicts = judge(results)
+        verdicts = judge(results, [claim for claim in CLAIMS if claim.id in (options.claims or [claim.id])])
         write(verdicts, results, out)
     except store.StoreError as error:
         print(f"error: {error}", file=sys.stderr)

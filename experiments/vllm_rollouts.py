@@ -9,6 +9,7 @@ fine-tuning has no other way.
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -61,6 +62,7 @@ class VllmSampler:
         self._num_syncs = 0
         self._lora: Any = None
         self._scratch = tempfile.TemporaryDirectory(prefix="adapters-")
+        self._max_prompt = config.data.max_tokens
         self._engine = _start(config, launch, self.mode)
 
     def sync(self, model: nn.Module, version: int) -> None:
@@ -71,6 +73,7 @@ class VllmSampler:
             adapters.save_adapter(model, str(directory))
             if self._lora is not None:
                 self._engine.llm_engine.remove_lora(self._lora.lora_int_id)
+                shutil.rmtree(self._lora.lora_path)
             self._lora = LoRARequest(f"sync-{self._num_syncs}", self._num_syncs + 1, str(directory))
         else:
             weights = list(adapters.merged_weights(model))
@@ -82,12 +85,16 @@ class VllmSampler:
     def sample(self, prompts: Sequence[Sequence[int]], how: Sampling, seed: int) -> list[Completion]:
         from vllm import SamplingParams
 
+        longest = max(map(len, prompts))
+        if longest > self._max_prompt:  # its completion would be cut short, silently
+            raise ConfigError(f"data.max_tokens: {self._max_prompt} is not allowed; a prompt has {longest} tokens")
         seeds = np.random.SeedSequence(seed).generate_state(len(prompts))
 
         def params(row: int) -> SamplingParams:
             return SamplingParams(
                 temperature=how.temperature, top_p=how.top_p, top_k=how.top_k, max_tokens=how.max_new_tokens,
-                stop_token_ids=list(how.end_ids), logprobs=0, detokenize=False, seed=int(seeds[row]),
+                stop_token_ids=list(how.end_ids), ignore_eos=True,  # no other ends than those
+                logprobs=0, detokenize=False, seed=int(seeds[row]),
             )  # fmt: skip
 
         outputs = self._generate(prompts, [params(row) for row in range(len(prompts))])
@@ -130,8 +137,8 @@ def _start(config: RunConfig, launch: LaunchConfig, mode: Sync) -> Any:
     try:
         import vllm
         from vllm.config.lora import MaxLoRARanks
-    except ImportError:
-        raise ConfigError("launch.sampler: 'vllm' is not installed; install it with: make vllm") from None
+    except ImportError as error:
+        raise ConfigError(f"launch.sampler: 'vllm' cannot be imported ({error}); set it up with: make vllm") from None
     on_gpu = torch.cuda.is_available()
     if not on_gpu and mode is Sync.merged:
         from vllm import _custom_ops
@@ -151,7 +158,7 @@ def _start(config: RunConfig, launch: LaunchConfig, mode: Sync) -> Any:
     return vllm.LLM(
         model=models.model_directory(config.model, Path(launch.root) / "cache"),
         dtype=compute.value,
-        max_model_len=config.data.max_tokens + config.rl.max_new_tokens,
+        max_model_len=config.data.max_tokens + config.rl.max_new_tokens + 1,  # to score is to draw one more
         max_num_seqs=MAX_SEQUENCES,
         logprobs_mode="processed_logprobs",  # of the distribution drawn from
         seed=0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from collections.abc import Callable
@@ -14,6 +15,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 from tiny import tiny_llama, tiny_tokenizer
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Where vLLM is missing, its tests are skipped; they fail if REQUIRE_VLLM=1 says that it must be there."""
+    if item.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:
+        missing = pytest.fail if os.environ.get("REQUIRE_VLLM") == "1" else pytest.skip
+        missing("needs the vllm environment: make vllm")
 
 
 @pytest.fixture(autouse=True, scope="session")
