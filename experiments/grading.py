@@ -16,6 +16,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -108,6 +109,7 @@ def serve(score: Score) -> None:
     """Answer the lines of standard input with ``score``, until it ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which ends us
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
@@ -121,6 +123,13 @@ def serve(score: Score) -> None:
         except Exception:
             answer = {"outcome": "crash", "reward": None}
         replies.write(json.dumps(answer) + "\n")
+
+
+def _end_with(parent: int) -> None:
+    """End this process once its parent is gone: one that hangs in a grade would never read that its input ended."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
 
 
 def _graded(value: float) -> dict[str, Any]:

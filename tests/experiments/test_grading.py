@@ -310,3 +310,30 @@ def test_expression_that_computes_for_ever_is_a_timeout(monkeypatch: pytest.Monk
         assert process.grade(items) == [RIGHT, TIMEOUT, RIGHT]
     finally:
         process.close()
+
+
+def test_hanging_grader_ends_with_the_run(tmp_path: Path, starts: Callable[[], list[int]]) -> None:
+    """A run that is killed while its grader hangs leaves no process behind that computes for ever."""
+    script = tmp_path / "orphan.py"
+    script.write_text(EVIL)
+    parent_code = (
+        "import sys; from experiments.grading import GraderProcess; from experiments.objective import Grader\n"
+        f"GraderProcess(Grader.task, 1e6, [sys.executable, {str(script)!r}]).grade([({{}}, 'hang')])"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", parent_code], cwd=PROJECT)
+    until = time.monotonic() + 60
+    while not starts() and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(0.5)  # it is in the grade by now
+    parent.kill()
+    parent.wait()
+    while _lives(starts()[0]) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not _lives(starts()[0])
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
