@@ -16,7 +16,8 @@ from analysis import style
 from analysis.arms import Arm
 from analysis.claims import judge
 from analysis.figures.__main__ import draw, sweeps_of, write_tables
-from analysis.results import Results, from_reference, from_store, save
+from analysis.judges.rl import good_window
+from analysis.results import Results, StudyRuns, from_reference, from_store, save
 from analysis.style import arm_label
 from analysis.verdict import REFERENCE_DIR, markdown, write
 from experiments import store
@@ -97,6 +98,9 @@ def blocks(results: Results, target: Path) -> dict[str, str]:
     study = results.study("lr")
     if study is not None:
         found["lr"] = lr_block(sweeps_of(study), target)
+    study = results.study("rl-lr")
+    if study is not None:
+        found["rl"] = rl_block(study, target)
     return found
 
 
@@ -110,14 +114,45 @@ def lr_block(arms: Sequence[Arm], target: Path) -> str:
         "|---|---|---|---|---|",
     ]
     for arm in arms:
-        best, against = arm.optimum, arm.ratio
-        star = f"{_lr(best.lr_star)} [{', '.join(map(_lr, best.interval or ()))}]" if best.lr_star else best.why
-        ratio = "–"
-        if against is not None and against.value is not None and against.interval is not None:
-            ratio = f"{against.value:.1f} [{against.interval[0]:.1f}, {against.interval[1]:.1f}]"
-        nll = f"{best.best:.3f} ({best.best_sd:.3f})"
-        lines.append(f"| {arm_label(arm.name)} | {nll} | {star} | {ratio} | {best.num_seeds} |")
+        nll = f"{arm.optimum.best:.3f} ({arm.optimum.best_sd:.3f})"
+        lines.append(f"| {arm_label(arm.name)} | {nll} | {_star(arm)} | {_ratio(arm)} | {arm.optimum.num_seeds} |")
     return "\n".join(lines)
+
+
+def rl_block(study: StudyRuns, target: Path) -> str:
+    """Figures and table of the studies of reinforcement learning."""
+    where = target.relative_to(PROJECT).as_posix()
+    share = float(study.settings["window_share"])
+    lines = [
+        f"![held-out reward against learning rate]({where}/figures/rl-lr-rl-lr.png)",
+        "",
+        f"The base model's reward is {1 - study.runs['base'].mean():.3f}.",
+        "",
+        f"| arm | best held-out reward (SD of seeds) | LR* [95 %] | LR* / LR*(full) [95 %] | LRs with {100 * share:g} % "
+        "of the best gain | seeds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for arm in sweeps_of(study):
+        inside = study.runs[study.runs["arm"] == arm.name]
+        window = good_window(study.runs, arm.name, share, sorted(set(inside["seed"])))
+        span = f"{_lr(window.low)} to {_lr(window.high)}" if window else "–"
+        reward = f"{1 - arm.optimum.best:.3f} ({arm.optimum.best_sd:.3f})"
+        cells = (arm_label(arm.name), reward, _star(arm), _ratio(arm), span, str(arm.optimum.num_seeds))
+        lines.append(f"| {' | '.join(cells)} |")
+    curves = target / "figures" / "rl-curves-rl-curves.png"
+    return "\n".join(lines) + (f"\n\n![learning curves]({where}/figures/{curves.name})" if curves.exists() else "")
+
+
+def _star(arm: Arm) -> str:
+    best = arm.optimum
+    return f"{_lr(best.lr_star)} [{', '.join(map(_lr, best.interval or ()))}]" if best.lr_star else best.why
+
+
+def _ratio(arm: Arm) -> str:
+    against = arm.ratio
+    if against is None or against.value is None or against.interval is None:
+        return "–"
+    return f"{against.value:.1f} [{against.interval[0]:.1f}, {against.interval[1]:.1f}]"
 
 
 def _lr(value: float) -> str:
