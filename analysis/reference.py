@@ -128,8 +128,8 @@ def rl_block(study: StudyRuns, target: Path) -> str:
         "",
         f"The base model's reward is {1 - study.runs['base'].mean():.3f}.",
         "",
-        f"| arm | best held-out reward (SD of seeds) | LR* [95 %] | LR* / LR*(full) [95 %] | LRs with {100 * share:g} % "
-        "of the best gain | seeds |",
+        "| arm | best held-out reward (SD of seeds) | LR* [95 %] | LR* / LR*(full) [95 %] | "
+        f"LRs with {100 * share:g} % of the best gain | seeds |",
         "|---|---|---|---|---|---|",
     ]
     for arm in sweeps_of(study):

@@ -79,6 +79,7 @@ def redraw(study: str, scale: str, root: Path, out: Path) -> None:
         style.save(figure, out / name)
     write_tables(study, scale, table, arms, out)
     title = f"{study} ({scale}): {_tally(table, found.runs)}"
+    title += "; best is the rate of failure, 1 - reward" if found.settings.get("value") == REWARD else ""
     if arms:
         print_arms(arms, title)
     else:
