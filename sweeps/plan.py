@@ -88,11 +88,19 @@ def _time(study: Study, todo: list[Point], records: Iterable[store.RunRecord]) -
 
 
 def run_flops(config: RunConfig, num_parameters: int, num_trainable: int) -> float:
-    """Upper bound on a run's training FLOPs: every sequence taken at ``data.max_tokens``."""
-    tokens = config.optim.steps * config.optim.batch_size * config.data.max_tokens
+    """Upper bound on a run's training FLOPs: every sequence taken at ``data.max_tokens``.
+
+    In RL every prompt is continued ``rl.group_size`` times, up to ``rl.max_new_tokens``, and sampling costs
+    one more forward pass.
+    """
+    sequences, longest = config.optim.steps * config.optim.batch_size, config.data.max_tokens
+    if config.is_rl:
+        sequences, longest = sequences * config.rl.group_size, longest + config.rl.max_new_tokens
+    tokens = sequences * longest
+    sampling = 2.0 * num_parameters * tokens if config.is_rl else 0.0
     if config.method.kind is MethodKind.full:
-        return full_flops(num_parameters, tokens)
-    return lora_flops(num_parameters, num_trainable, tokens)
+        return full_flops(num_parameters, tokens) + sampling
+    return lora_flops(num_parameters, num_trainable, tokens) + sampling
 
 
 def _measured_step_s(records: Iterable[store.RunRecord]) -> float | None:

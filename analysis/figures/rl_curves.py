@@ -17,14 +17,24 @@ from analysis.figures import parts
 from analysis.judges.common import TooLittle, grid_of
 from analysis.results import StudyRuns
 
-PANELS = (  # metric, label, logarithmic
-    ("test/reward", "held-out reward", False),
-    ("test/accuracy_greedy", "held-out accuracy, greedy", False),
-    ("test/length", "completion length (tokens)", False),
-    ("sampler/kl_nats", "KL of sampler from trainer\n(nats per token)", True),
-    ("sampler/frac_truncated", "share of truncated completions", False),
-    ("grader/failed", "graders that hung or crashed", False),
+Panel = tuple[tuple[str, ...], str, bool]
+"""Metrics of one panel, its label, whether its axis is logarithmic."""
+POLICY: tuple[Panel, ...] = (
+    (("test/reward",), "held-out reward", False),
+    (("train/reward",), "reward in training", False),
+    (("test/accuracy_greedy",), "held-out accuracy, greedy", False),
+    (("test/length",), "completion length (tokens)", False),
 )
+HEALTH: tuple[Panel, ...] = (
+    (("sampler/kl_nats",), "KL, sampler from trainer\n(nats per token)", True),
+    (("sampler/ratio_p01", "sampler/ratio_p99"), "ratio learner / sampler,\n1 % and 99 % quantile", False),
+    (("sampler/frac_truncated",), "share of completions\nthat were truncated", False),
+    (("grader/failed",), "gradings that hung\nor crashed", False),
+)
+
+
+FEW_STEPS = 15
+"""With more steps than these a line has no marks."""
 
 
 def figure(study: StudyRuns, caption: str) -> Figure:
@@ -35,11 +45,11 @@ def figure(study: StudyRuns, caption: str) -> Figure:
     arms = parts.expected_arms(study)
     looks = parts.arm_looks(arms)
     fig = Figure(figsize=(style.WIDTH_IN, 5.0), layout="constrained")
-    grid = fig.subplots(2, 3)
+    grid = fig.subplots(2, 4)
     chosen = best_runs(study, arms)
-    for axes, (metric, label, log) in zip(grid.flat, PANELS, strict=True):
-        parts.attempt(axes, partial(draw, study, chosen, metric, axes, looks, log=log))
-        axes.set_ylabel(label)
+    for axes, (metrics, label, log) in zip(grid.flat, (*POLICY, *HEALTH), strict=True):
+        parts.attempt(axes, partial(draw, study, chosen, metrics, axes, looks, log=log))
+        axes.set_title(label, loc="left", fontsize=style.SMALL_PT)
     names = style.arm_labels(arms)
     lrs = {arm: f"{names[arm]}, LR {style.number_text(float(chosen[arm]['lr'].iloc[0]))}" for arm in chosen}
     handles = [Line2D([], [], label=lrs[arm], **looks[arm]) for arm in chosen]
@@ -67,26 +77,26 @@ def best_runs(study: StudyRuns, arms: Sequence[str]) -> dict[str, pd.DataFrame]:
 def draw(
     study: StudyRuns,
     chosen: dict[str, pd.DataFrame],
-    metric: str,
+    metrics: Sequence[str],
     axes: Axes,
     looks: dict[str, dict[str, Any]],
     *,
     log: bool,
 ) -> None:
-    """One metric against step, one line per arm."""
+    """Metrics against step, one line per arm and metric."""
     curves = with_failed(study.curves)
-    column = f"metric.{metric}"
-    if column not in curves or not chosen:
+    columns = [f"metric.{metric}" for metric in metrics]
+    if not chosen or not set(columns) <= set(curves):
         raise TooLittle("nothing recorded")
     for arm, runs in chosen.items():
-        rows = curves[curves["run_id"].isin(set(runs["run_id"])) & curves[column].notna()]
-        table = rows.groupby("step")[column].agg(["mean", "min", "max"])
-        look = {**looks[arm], "marker": "" if len(table) > 15 else looks[arm]["marker"]}
-        axes.plot(table.index, table["mean"], **look)
-        axes.fill_between(table.index, table["min"], table["max"], color=looks[arm]["color"], alpha=0.15, linewidth=0)
-    if log and axes.has_data():
-        positive = curves.loc[curves[column] > 0, column]
-        axes.set_yscale("log") if len(positive) else None
+        for column in columns:
+            rows = curves[curves["run_id"].isin(set(runs["run_id"])) & curves[column].notna()]
+            table = rows.groupby("step")[column].agg(["mean", "min", "max"])
+            look = {**looks[arm], "marker": "" if len(table) > FEW_STEPS else looks[arm]["marker"]}
+            axes.plot(table.index, table["mean"], **look)
+            axes.fill_between(table.index, table["min"], table["max"], color=look["color"], alpha=0.15, linewidth=0)
+    if log and (curves[columns] > 0).any(axis=None):
+        axes.set_yscale("log")
     axes.set_xlabel("step")
 
 
