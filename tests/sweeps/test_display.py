@@ -28,7 +28,7 @@ def test_one_line_per_event_off_a_terminal() -> None:
     with shown:
         shown.show(Event("started", "r0"))
         shown.show(Event("step", "r0", {"step": 1}))
-        shown.show(Event("finished", "r0", {"nll": 1.25, "notes": ["resumed from step 3"]}))
+        shown.show(Event("finished", "r0", {"found": "held-out NLL 1.2500", "notes": ["resumed from step 3"]}))
         shown.show(Event("busy", "r1", {"cause": "elsewhere"}))
         shown.show(Event("diverged", "r1", {"step": 9}))
         shown.show(Event("failed", "r2", {"cause": "ValueError: x", "log": "r2.log"}))
