@@ -9,10 +9,11 @@ from typing import Any
 
 import datasets
 import pytest
+from tiny import tiny_tokenizer
 
 from experiments.compose import parse
 from experiments.config import ConfigError, DataConfig, DataSource
-from experiments.data import problems, tasks
+from experiments.data import dataset, problems, tasks
 from experiments.data.problems import Problem, final_answer
 
 GYM = DataConfig("d", DataSource.reasoning_gym, ("gcd", "spell_backward"), num_train=40, num_test=12)
@@ -193,6 +194,8 @@ def test_too_few_problems_are_refused(tmp_path: Path) -> None:
     file = write(tmp_path / "d.jsonl", numbered(0, 10))
     assert "data.num_train: 8 and data.num_test 3 were asked for; d has 7 and 3" in refusal(local(file, 8, 3))
     assert "d has 0 and 10 distinct problems" in refusal(local(file, 1, 11))
+    held_out = (str(write(tmp_path / "t.jsonl", numbered(20, 22))),)
+    assert "d has 10 and 2 distinct problems" in refusal(local(file, 8, 3, held_out=held_out))
     assert problems.load(local(file, 7, 3)).num_duplicates == 0
 
 
@@ -200,6 +203,20 @@ def test_small_task_runs_out_of_problems_and_says_so() -> None:
     """It asks of 1 to 4,095."""
     found = refusal(dataclasses.replace(GYM, tasks=("count_bits",), num_train=6000, num_test=4))
     assert "were asked for; d has" in found
+
+
+def test_small_task_trains_on_no_held_out_problem() -> None:
+    """300 of 4,095 numbers are held out: some 100 of the 1,500 drawn for training would be among them."""
+    data = problems.load(dataclasses.replace(GYM, tasks=("count_bits",), num_train=1500, num_test=300))
+    assert len({*asked(data.train)}) == 1500 and len({*asked(data.test)}) == 300
+    assert not {*asked(data.train)} & {*asked(data.test)}
+
+
+def test_procedural_test_split_is_that_of_supervised_runs() -> None:
+    """A base fine-tuned on these tasks has not seen what its RL run is tested on."""
+    supervised = dataset.load(GYM, tiny_tokenizer()).test["input_ids"]
+    prompts = {tiny_tokenizer().decode(ids).partition("<assistant>")[0] for ids in supervised}
+    assert prompts == {f"<user>{prompt}" for prompt in asked(problems.load(GYM).test)}
 
 
 def test_unknown_task_is_one_line() -> None:

