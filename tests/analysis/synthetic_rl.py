@@ -81,10 +81,10 @@ def with_supervised(results: Results, **truth: float) -> Results:
     return replace(results, studies={**results.studies, **other.studies}, **tables)
 
 
-def redrawn(study: StudyRuns, clean: StudyRuns, noise: float, rng: np.random.Generator) -> StudyRuns:
-    """``study`` with the values of ``clean`` and other noise: a thousand studies for the price of one."""
+def redrawn(clean: StudyRuns, noise: float, rng: np.random.Generator) -> StudyRuns:
+    """A study without noise given some, of an SD in reward: a thousand studies for the price of one."""
     values = clean.runs["value"] + noise * rng.standard_normal(len(clean.runs))
-    return replace(study, runs=study.runs.assign(value=values))
+    return replace(clean, runs=clean.runs.assign(value=values))
 
 
 @lru_cache(maxsize=16)
@@ -121,8 +121,11 @@ def _run(config: RunConfig, world: World, noise: float) -> tuple[dict[str, Any],
         "metric.test/reward": at(shown, reward),
         "metric.test/accuracy_greedy": at(shown, reward + 0.1),
         "metric.test/length": at(shown, 4.5),
+        "metric.train/reward": at(trained, reward - 0.02),
         "metric.train/bits": at(trained, world.bits_per_step),
         "metric.sampler/kl_nats": at(trained, 1e-12),
+        "metric.sampler/ratio_p01": at(trained, 0.999),
+        "metric.sampler/ratio_p99": at(trained, 1.001),
         "metric.sampler/frac_truncated": at(trained, 0.0),
         "metric.grader/timeout": at(trained, 1.0 * first),
         "metric.grader/crash": at(trained, 1.0 * first),

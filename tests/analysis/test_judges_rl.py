@@ -119,20 +119,26 @@ def test_gap_exactly_at_the_margin_is_hardly_ever_called_equal(monkeypatch: pyte
     clean = dataclasses.replace(clean, runs=clean.runs[clean.runs["lr"].isin([5e-5, 1e-4, 2e-4, 2.5e-4, 5e-4, 1e-3])])
     rng = np.random.default_rng(0)
     said = []
+    grid_of, at_best_lr = common.grid_of, common.at_best_lr
     for _ in range(200):
-        monkeypatch.setattr(common, "grid_of", once_per_arm(GRID_OF))
-        said.append(rl.rank_one_is_enough(redrawn(clean, clean, 0.02, rng)).decision)
+        monkeypatch.setattr(common, "grid_of", once(grid_of))
+        for module in (common, rl):
+            monkeypatch.setattr(module, "at_best_lr", once(at_best_lr))
+        said.append(rl.rank_one_is_enough(redrawn(clean, 0.02, rng)).decision)
     assert said.count("yes") / len(said) <= 0.07
     assert said.count("no") / len(said) <= 0.07
 
 
-GRID_OF = common.grid_of
+def once(find: Callable[..., pd.Series]) -> Callable[..., pd.Series]:
+    """``find`` for one table only: each further argument is looked up once."""
+    found: dict[tuple, pd.Series] = {}
 
+    def remembered(runs: pd.DataFrame, *which: Any) -> pd.Series:
+        if which not in found:
+            found[which] = find(runs, *which)
+        return found[which]
 
-def once_per_arm(find: Callable[[pd.DataFrame, str], pd.Series]) -> Callable[[pd.DataFrame, str], pd.Series]:
-    """Of one table."""
-    found: dict[str, pd.Series] = {}
-    return lambda runs, arm: found.setdefault(arm, find(runs, arm)) if arm not in found else found[arm]
+    return remembered
 
 
 def some_arms(study: StudyRuns, *arms: str) -> StudyRuns:

@@ -189,15 +189,26 @@ def test_gradings_that_failed_are_counted_over_all_runs(figures: dict) -> None:
     """In each of 84 runs one hung and one crashed, and two completions had no answer."""
     figure = figures["rl-curves"]
     assert "in all runs: 168 gradings failed, 168 completions had no answer" in words(figure)
-    for line in figure.axes[5].lines:
+    for line in figure.axes[7].lines:
         values = dict(zip(line.get_xdata(), line.get_ydata(), strict=True))
         assert values[1] == 2.0 and sum(values.values()) == 2.0 and 0 not in values
 
 
 def test_only_the_divergence_of_sampler_and_trainer_is_logarithmic(figures: dict) -> None:
     axes = figures["rl-curves"].axes
-    assert [one.get_yscale() for one in axes] == ["linear"] * 3 + ["log"] + ["linear"] * 2
-    assert axes[3].lines[0].get_ydata() == pytest.approx(1e-12)
+    assert [one.get_yscale() for one in axes] == ["linear"] * 4 + ["log"] + ["linear"] * 3
+    assert axes[4].lines[0].get_ydata() == pytest.approx(1e-12)
+
+
+def test_both_quantiles_of_the_ratio_are_drawn_for_each_arm(figures: dict) -> None:
+    lines = figures["rl-curves"].axes[5].lines
+    assert [line.get_ydata()[0] for line in lines] == pytest.approx([0.999, 1.001] * 4)
+
+
+def test_reward_in_training_is_drawn_at_every_step(figures: dict) -> None:
+    for line in figures["rl-curves"].axes[1].lines:
+        assert list(line.get_xdata()) == list(range(1, 101)) and line.get_marker() == ""
+        assert line.get_ydata()[-1] == pytest.approx(0.78, abs=0.02)
 
 
 def test_arm_without_a_usable_lr_is_not_drawn() -> None:

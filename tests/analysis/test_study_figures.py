@@ -25,6 +25,7 @@ from analysis.results import Results, study_runs
 from sweeps.grid import known_studies, load_study
 
 CAPTION = "where the runs come from"
+SUPERVISED = [name for name in FIGURES if not name.startswith("rl-")]  # the others: test_rl_figures.py
 ONE_SEED = "`config.seed.init` > 0"
 GONE = {  # a query per study that takes a whole arm away, and how the caption names it
     "rank": ("`config.model.name` == 'mini-w128' and `config.method.rank` == 4", "no finished run of LoRA rank 4"),
@@ -62,7 +63,7 @@ def draw(results: Results, name: str) -> Figure:
 def figures(results, tmp_path_factory) -> dict[str, Figure]:
     """Every figure of the complete studies, drawn once (SVGs in the base folder)."""
     style.use()
-    drawn = {name: FIGURES[name](results.study(name), CAPTION) for name in FIGURES}
+    drawn = {name: FIGURES[name](results.study(name), CAPTION) for name in SUPERVISED}
     for name, figure in drawn.items():
         style.save(figure, tmp_path_factory.getbasetemp() / name, ["svg"])
         FigureCanvasAgg(figure).draw()
@@ -134,7 +135,7 @@ def test_synthetic_points_are_those_of_the_study_file(results):
     assert results.studies["early"]["run_ids"] == expected
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", SUPERVISED)
 def test_every_arm_is_on_the_figure_and_the_caption_says_what_it_is(results, figures, name):
     figure = figures[name]
     text = words(figure)
@@ -145,14 +146,14 @@ def test_every_arm_is_on_the_figure_and_the_caption_says_what_it_is(results, fig
     assert problems(figure) == []
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", SUPERVISED)
 def test_equal_runs_give_equal_bytes(results, figures, name, tmp_path_factory, tmp_path):
     again = FIGURES[name](results.study(name), CAPTION)
     [path] = style.save(again, tmp_path / name, ["svg"])
     assert path.read_bytes() == (tmp_path_factory.getbasetemp() / name).with_suffix(".svg").read_bytes()
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", SUPERVISED)
 def test_missing_arm_is_named_and_the_rest_drawn_with_one_seed(results, name):
     query, named = GONE[name]
     figure = draw(without(without(results, query), ONE_SEED), name)
@@ -163,21 +164,21 @@ def test_missing_arm_is_named_and_the_rest_drawn_with_one_seed(results, name):
     assert problems(figure) == []
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", SUPERVISED)
 def test_no_run_at_all_is_no_traceback(results, name):
     figure = draw(without(results, "run_id == run_id"), name)
     assert "n = 0: no finished run" in words(figure)
     assert problems(figure) == []
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", SUPERVISED)
 def test_study_without_configurations_is_no_traceback(results, name):
     study = results.study(name)
     unknown = study_runs(name, study.settings, pd.DataFrame({"run_id": ["a"], "state": ["missing"]}), study.curves)
     assert "no run and no configuration" in "".join(t.get_text() for t in FIGURES[name](unknown, "").axes[0].texts)
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", SUPERVISED)
 def test_first_runs_of_a_study_are_drawn(results, name):
     """What a sweep looks like after a tenth of its runs."""
     ids = results.studies[name]["run_ids"]

@@ -291,3 +291,17 @@ def test_a_run_learns_from_what_vllm_sampled(tmp_path: Path, method: list[str], 
     (tested,) = [row for row in rows if "sampler/moved_nats" in row]
     assert tested["sampler/moved_nats"] > FollowTest.LARGE_NATS
     assert tested["sampler/moved_gap_nats"] < 0.01 * tested["sampler/moved_nats"]
+
+
+@pytest.mark.vllm
+def test_reward_rises_as_with_the_transformers_sampler(tmp_path: Path) -> None:
+    """The samples differ, what is learned from them does not: both rise clearly and alike."""
+    common = ["model=mini-w64-mixed", "data=mini-puzzles", "data.num_train=512", "data.num_test=96", "method=full",
+              "optim.lr=4e-4", "optim.batch_size=32", "optim.steps=6", "rl.group_size=8"]  # fmt: skip
+    ended = {}
+    for sampler in ("vllm", "transformers"):
+        config, launch = parse([*common, f"launch.sampler={sampler}", f"launch.root={tmp_path / sampler}"])
+        metrics = execute(config, launch)["metrics"]
+        ended[sampler] = metrics["test/reward"] - metrics["test/reward_base"]
+    assert min(ended.values()) > 0.1
+    assert abs(ended["vllm"] - ended["transformers"]) < 0.08
