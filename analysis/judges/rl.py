@@ -26,10 +26,10 @@ from analysis.judges.common import (
 )
 from analysis.judges.gaps import stored_bits
 from analysis.results import StudyRuns
-from analysis.stats import Array
+from analysis.stats import Array, percentile_interval
 from analysis.window import Window, usable_window
 
-NUM_RESAMPLES = 500
+NUM_RESAMPLES = 1000
 SHOWN = ("r1", "r1-unembed")
 
 
@@ -100,7 +100,9 @@ def wider(runs: pd.DataFrame, arm: str, share: float) -> tuple[float, Interval, 
         decades(good_window(runs, arm, share, drawn)) - decades(good_window(runs, FULL, share, drawn))
         for drawn in (rng.choice(seeds, len(seeds)).tolist() for _ in range(NUM_RESAMPLES))
     ])  # fmt: skip
-    low, high = np.nanquantile(draws, [0.025, 0.975])
+    if not np.isfinite(draws).any():
+        raise TooLittle("an arm does not improve on the base")
+    low, high = percentile_interval(draws[np.isfinite(draws)], len(seeds) - 1)
     cut = any(window is not None and (window.open_low or window.open_high) for window in pair)
     return decades(pair[0]) - decades(pair[1]), (float(low), float(high)), cut
 
