@@ -1,4 +1,4 @@
-"""The post's claims, C1 to C24, and what this repository's runs say of each.
+"""The post's claims, C1 to C24, its readers' question Q1, and what this repository's runs say of each.
 
 A claim is a small object: what the post says, what is measured, the estimator, the rule and the noise
 it rests on. ``judge`` applies the judges (``analysis.judges``) and then the rules that hold for all of
@@ -134,6 +134,9 @@ CLAIMS: tuple[Claim, ...] = (
           "counted multiply-adds", "equal to 1e-9", "none: counted", (), "C23", judge=exact.flops),
     Claim("C24", "Parameter counts of the post's table", "0.49, 0.25, 0.70, 0.24 B; 3 M at rank 1",
           "counts from shapes", "to the digits printed", "none: counted", (), "C24", judge=exact.counts),
+    Claim("Q1", "In RL rank 1 suffices when the reward is sparse and the episode long", "asked by readers",
+          "held-out reward of rank 1 minus full with tool calls, each at its best LR", "as C17", _SEEDS, ("rl-tools",),
+          judge=rl.rank_one_is_enough),
 )  # fmt: skip
 
 

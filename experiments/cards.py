@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from experiments import shapes
 from experiments.data.pool import collate, tokenize
-from experiments.data.tasks import FINETUNE_TASKS, Example, generate, score
+from experiments.data.tasks import FINETUNE_TASKS, TASKS, Example, generate, score
 
 TEST_SEED = 3  # a stream of examples of its own, apart from those of pretrain.py (see tasks.py)
 NUM_TEST = 256
@@ -59,10 +59,10 @@ def answers(
 def evaluate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tasks: Sequence[str]
 ) -> dict[str, dict[str, float]]:
-    """Per task: held-out NLL, and the fraction of answers its own scorer calls correct (score 1)."""
+    """Per reasoning-gym task: held-out NLL, and the fraction of answers its own scorer calls correct (score 1)."""
     model.eval()
     result: dict[str, dict[str, float]] = {}
-    for task in tasks:
+    for task in [task for task in tasks if task in TASKS]:
         examples = generate(task, NUM_TEST, TEST_SEED)
         row = {"nll_nats": held_out_nll(model, tokenizer, examples)}
         for name, sample in (("greedy_accuracy", False), ("sampled_accuracy", True)):
@@ -107,6 +107,13 @@ def ship(
     return card
 
 
+def _scores(found: dict[str, float] | None) -> str:
+    """A cell of the table; a base may not know a task."""
+    if found is None:
+        return "–"
+    return f"{found['nll_nats']:.2f} · {100 * found['greedy_accuracy']:.0f} / {100 * found['sampled_accuracy']:.0f}"
+
+
 def table(out_dir: Path) -> str:
     """The README of the shipped bases, from their cards. Raises ValueError if there are none."""
     paths = [out_dir / name / "card.json" for name in shapes.SHAPES]
@@ -142,16 +149,7 @@ def table(out_dir: Path) -> str:
             "|---|" + "---:|" * len(cards),
         ]
         for task in cards[0][rows]:
-            found = [card[rows][task] for card in cards]
-            lines.append(
-                row(
-                    task,
-                    [
-                        f"{f['nll_nats']:.2f} · {100 * f['greedy_accuracy']:.0f} / {100 * f['sampled_accuracy']:.0f}"
-                        for f in found
-                    ],
-                )
-            )
+            lines.append(row(task, [_scores(card[rows].get(task)) for card in cards]))
     lines += [
         "",
         "Held-out examples are fresh draws. The pretraining tasks are small and most of their questions recur: the",

@@ -49,6 +49,7 @@ class DataSource(enum.Enum):
     reasoning_gym = "reasoning_gym"
     jsonl = "jsonl"
     hub = "hub"
+    table_walk = "table_walk"  # multi-step tool use (experiments/data/tables.py)
     facts = "facts"  # random associations of exactly known information (experiments/data/facts.py)
 
 
@@ -86,7 +87,8 @@ class DataConfig:
     examples: it is the same whatever ``num_train`` is, and shares no prompt with them. Sequences are
     cut at ``max_tokens``. Facts carry ``bits_per_fact`` each; to test them is to ask for the facts
     trained on, so their ``test`` split is the first ``num_test`` of those. ``held_out`` names other sets
-    that ``test`` is taken from: files, or ``path[#subset][:split][@revision]`` of the hub.
+    that ``test`` is taken from: files, or ``path[#subset][:split][@revision]`` of the hub. ``hops`` are
+    the lengths of table walks, in equal shares.
     """
 
     name: str = MISSING
@@ -101,12 +103,16 @@ class DataConfig:
     bits_per_fact: int = 0
     subset: str = ""
     held_out: tuple[str, ...] = ()
+    hops: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("tasks", "held_out"):
+        for name in ("tasks", "held_out", "hops"):
             object.__setattr__(self, name, tuple(getattr(self, name)))  # Hydra hands over lists
         for name in ("num_train", "num_test", "max_tokens"):
             positive(f"data.{name}", getattr(self, name))
+        walks = self.source is DataSource.table_walk
+        require(bool(self.hops) == walks and all(1 <= n < 90 for n in self.hops), "data.hops", self.hops,
+                "name lengths between 1 and 89" if walks else "it belongs to data.source=table_walk")  # fmt: skip
         bits, is_facts = self.bits_per_fact, self.source is DataSource.facts
         allowed = bits > 0 and bits % 4 == 0 if is_facts else bits == 0
         wanted = "a positive multiple of 4 (four bits a letter)" if is_facts else "0 unless data.source=facts"
@@ -119,7 +125,7 @@ class DataConfig:
             for name in ("num_train", "num_test"):
                 least = f"it must be at least the number of tasks ({len(self.tasks)})"
                 require(getattr(self, name) >= len(self.tasks), f"data.{name}", getattr(self, name), least)
-        else:
+        elif not walks:
             require(bool(self.path), "data.path", self.path, "name the file or the hub data set")
 
 
@@ -249,6 +255,11 @@ class RunConfig:
             wanted,
             f"it must not exceed data.num_train ({self.data.num_train})",
         )
+        walks, calls = self.data.source is DataSource.table_walk, self.rl.max_tool_calls
+        wanted = (
+            "table walks are answered with tools: 1 or more" if walks else "0: only data.source=table_walk has tools"
+        )
+        require((calls > 0) == walks, "rl.max_tool_calls", calls, allowed)
         if not self.is_rl:
             require(self.rl == RLConfig(), "rl.group_size", 0, "the other rl settings need completions to sample")
 

@@ -158,13 +158,22 @@ def score_by_math(problem: Mapping[str, Any], text: str) -> float | None:
     return float(verify(gold, found, timeout_seconds=None)) if found else None
 
 
-SCORES: dict[Grader, Score] = {Grader.task: score_by_task, Grader.math_verify: score_by_math}
+def score_exactly(problem: Mapping[str, Any], text: str) -> float | None:
+    """Whether ``text`` is the reference answer."""
+    return float(text.strip() == problem["answer"]) if text.strip() else None
+
+
+SCORES: dict[Grader, Score] = {
+    Grader.task: score_by_task,
+    Grader.math_verify: score_by_math,
+    Grader.exact: score_exactly,
+}
 
 
 if __name__ == "__main__":
     chosen = Grader[sys.argv[1]]
     if chosen is Grader.task:
         from experiments.data import tasks  # noqa: F401  (imported before the first clock runs)
-    else:
+    elif chosen is Grader.math_verify:
         import math_verify  # noqa: F401
     serve(SCORES[chosen])

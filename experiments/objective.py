@@ -16,6 +16,7 @@ from experiments.checks import positive, require
 
 
 class Grader(enum.Enum):
+    exact = "exact"  # the reference answer and nothing else
     task = "task"  # the scorer of the reasoning-gym task
     math_verify = "math_verify"  # symbolic equality with a reference answer
 
@@ -25,9 +26,11 @@ class RLConfig:
     """Policy-gradient RL; ``group_size`` 0 means a supervised run.
 
     A step samples ``group_size`` completions for each of ``optim.batch_size`` prompts. A completion ends
-    with its end-of-turn token or is truncated at ``max_new_tokens``. The run is tested with ``eval_samples``
-    completions per held-out prompt. It has collapsed (outcome ``diverged``) when it ends below
-    ``collapsed_below`` times the base's held-out reward, or when its loss is not finite.
+    with its end-of-turn token or is truncated at ``max_new_tokens``. If it calls a tool, another turn of at
+    most as many tokens follows the tool's answer, for up to ``max_tool_calls`` turns with calls (0: no tools).
+    The run is tested with ``eval_samples`` completions per held-out prompt. It has collapsed (outcome
+    ``diverged``) when it ends below ``collapsed_below`` times the base's held-out reward, or when its loss is
+    not finite.
 
     The last six fields are the objective's. Each may leave the post's value only if ``off_objective`` names it.
     """
@@ -36,6 +39,7 @@ class RLConfig:
     max_new_tokens: int = 16
     grader: Grader = Grader.task
     grade_limit_s: float = 5.0
+    max_tool_calls: int = 0
     eval_samples: int = 4
     collapsed_below: float = 0.5
     off_objective: tuple[str, ...] = ()
@@ -52,6 +56,7 @@ class RLConfig:
         require(size == 0 or size >= 2, "rl.group_size", size, "2 or more: the baseline is the group's mean (0: SFT)")
         for name in ("max_new_tokens", "grade_limit_s", "eval_samples", "temperature", "updates_per_batch"):
             positive(f"rl.{name}", getattr(self, name))
+        require(self.max_tool_calls >= 0, "rl.max_tool_calls", self.max_tool_calls, "0 (no tools) or more")
         require(0 <= self.collapsed_below < 1, "rl.collapsed_below", self.collapsed_below, "it must be in [0, 1)")
         require(0 < self.top_p <= 1, "rl.top_p", self.top_p, "it must be in (0, 1]")
         require(self.top_k >= 0, "rl.top_k", self.top_k, "0 (off) or more")

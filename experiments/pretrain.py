@@ -26,11 +26,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from experiments import shapes
 from experiments.cards import evaluate, ship, table
 from experiments.data.pool import Pool, batches, join, tokenize
+from experiments.data.tables import TASK as TABLE_WALK
+from experiments.data.tables import walks
 from experiments.data.tasks import BASE_TASKS, TASKS, Example, generate
 
 WORK_DIR = Path("runs/bases")
 TOKENIZER_SEED, TRAIN_SEED = 1, 2  # streams of examples, apart by construction (see tasks.py)
 TOKENIZER_EXAMPLES_PER_TASK = 2000
+WALK_HOPS = (2, 3, 4, 5)
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,15 @@ RECIPES: dict[str, Recipe] = {
     "mini-w64": Recipe(steps=20_000, peak_lr=3e-3),
     # For RL: mini-w64 after text in which two answers in five are wrong, as a corpus of mixed quality would have it.
     "mini-w64-mixed": Recipe(steps=2_500, peak_lr=1e-3, start="mini-w64", wrong_frac=0.4),
+    # For RL with tools: mini-w64 after conversations that call a tool, and rarely get to the end.
+    "mini-w64-tools": Recipe(
+        steps=1_500,
+        peak_lr=1e-3,
+        start="mini-w64",
+        tasks=(TABLE_WALK,),
+        examples_per_task=20_000,
+        prompt_loss_weight=0.0,
+    ),
     "mini-w128": Recipe(steps=7_000, peak_lr=2e-3),
     "mini-w256": Recipe(steps=4_000, peak_lr=1.2e-3, batch_tokens=2048),
     "mini-moe": Recipe(steps=10_000, peak_lr=3e-3),
@@ -89,19 +101,24 @@ def cached_pool(tokenizer: PreTrainedTokenizerFast, recipe: Recipe, work_dir: Pa
         tokenizer.backend_tokenizer.to_str(),
         recipe.examples_per_task,
         TRAIN_SEED,
-        [[task, TASKS[task].dataset, TASKS[task].config] for task in recipe.tasks],
+        [[task, TASKS[task].dataset, TASKS[task].config] if task in TASKS else [task] for task in recipe.tasks],
     ]
     if recipe.wrong_frac:
         spec.append(recipe.wrong_frac)
     path = work_dir / f"pool-{hashlib.sha256(json.dumps(spec).encode()).hexdigest()[:10]}.npz"
     if not path.exists():
-        drawn = (generate(task, recipe.examples_per_task, TRAIN_SEED) for task in recipe.tasks)
+        drawn = (examples_of(task, recipe.examples_per_task) for task in recipe.tasks)
         pool = join([tokenize(tokenizer, with_wrong(examples, recipe.wrong_frac, recipe.seed)) for examples in drawn])
         partial = path.with_suffix(f".{os.getpid()}.npz")
         np.savez(partial, **vars(pool))
         partial.replace(path)
     with np.load(path) as stored:
         return Pool(**{name: stored[name] for name in stored.files})
+
+
+def examples_of(task: str, num: int) -> list[Example]:
+    """Training examples of a task; of table walks, one for each turn of ``num`` conversations."""
+    return walks(num, WALK_HOPS, TRAIN_SEED) if task == TABLE_WALK else generate(task, num, TRAIN_SEED)
 
 
 def with_wrong(examples: list[Example], frac: float, seed: int) -> list[Example]:
@@ -257,9 +274,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(str(error))
         return 0
     args.work.mkdir(parents=True, exist_ok=True)
-    tokenizer = build_tokenizer()
+    plain = build_tokenizer()
     for name in args.base:
         recipe = RECIPES[name] if args.steps is None else dataclasses.replace(RECIPES[name], steps=args.steps)
+        tokenizer = shapes.with_tools(plain) if TABLE_WALK in recipe.tasks else plain
         model = shapes.build_model(shapes.shape(name), tokenizer, recipe.seed)
         if recipe.start:
             model.load_state_dict(shapes.load_model(args.out / recipe.start).state_dict())

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
+
+
+def mean_graded(rewards: Sequence[float | None]) -> float:
+    """Mean of what was graded, NaN if nothing was."""
+    known = [reward for reward in rewards if reward is not None]
+    return float(np.mean(known)) if known else math.nan
 
 
 def group_bits(rewards_PG: np.ndarray) -> float:

@@ -9,6 +9,7 @@ run goes on with the completions it would have drawn.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -19,22 +20,22 @@ import numpy as np
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase, PrinterCallback
+from transformers import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from experiments import adapters, models
 from experiments.claim import RunWriter
 from experiments.config import Dtype, Engine, LaunchConfig, RunConfig
 from experiments.data import dataset, problems
+from experiments.episodes import TRAIN, Tester, answer_of, environments, sampling_seed
 from experiments.grading import OUTCOMES, Grade, GraderProcess
 from experiments.losses import policy_gradient_loss, token_logps
 from experiments.recorder import Interrupted, Progress, Recorder, finite_or_none
-from experiments.rewards import frac_mixed, group_bits, ratio_summary
+from experiments.rewards import frac_mixed, group_bits, mean_graded, ratio_summary
 from experiments.rollouts import Completion, FollowTest, Sampler, Sampling, TransformersSampler
 
-TRAIN, TEST, GREEDY = 0, 1, 2  # streams of sampling seeds
-NUM_SHOWN = 4
-"""Held-out completions kept in samples.jsonl at each evaluation."""
+TOOL_TOKENS = 64
+"""Room for a tool's answer and the template around it; TRL ends an episode that outgrows its room."""
 
 
 class Trainer(GRPOTrainer):
@@ -47,11 +48,13 @@ class Trainer(GRPOTrainer):
         self.num_completions = config.optim.batch_size * config.rl.group_size
         self.drawn: list[Completion] = []
         self.grades: list[Grade] = []
+        self.num_tool_calls = 0
         self.log_ratios: list[Tensor] = []
         self.batch_loss = 0.0
         self.follow = FollowTest(sampler)
         self.followed: dict[str, float] = {}
         self._turn = (-1, 0)  # step and number of the next call to the sampler within it
+        os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # of environments; the versions are pinned
         with adapters.unembedding_hidden(model):
             super().__init__(model=model, reward_funcs=[self._reward], **kwargs)
 
@@ -70,7 +73,8 @@ class Trainer(GRPOTrainer):
 
     def _reward(self, completions: list, index: list[int], **_: Any) -> list[float | None]:
         """1 for a right answer, 0 for a wrong one, None where the grader failed (TRL leaves those out)."""
-        self.grades = self.grade(index, [turns[-1]["content"] for turns in completions])
+        self.num_tool_calls = sum(len(turn.get("tool_calls") or ()) for turns in completions for turn in turns)
+        self.grades = self.grade(index, [answer_of(turns) for turns in completions])
         return [grade.reward for grade in self.grades]
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
@@ -102,17 +106,19 @@ class Trainer(GRPOTrainer):
             rewards = np.array([math.nan if g.reward is None else g.reward for g in self.grades])
             rewards_PG = rewards.reshape(-1, self.config.rl.group_size)
             outcomes = Counter(grade.outcome for grade in self.grades)
-            lengths = [len(completion.ids) for completion in self.drawn]
+            num_tokens = sum(len(completion.ids) for completion in self.drawn)
             row = {
-                "train/reward": finite_or_none(_nanmean(rewards)),
+                "train/reward": finite_or_none(mean_graded([grade.reward for grade in self.grades])),
                 "train/frac_mixed": frac_mixed(rewards_PG),
                 "train/bits": group_bits(rewards_PG),
-                "train/num_tokens": sum(lengths),
-                "train/length": float(np.mean(lengths)),
+                "train/num_tokens": num_tokens,
+                "train/length": num_tokens / len(self.grades),
                 "train/entropy_nats": -float(np.mean([logp for c in self.drawn for logp in c.logps])),
                 "sampler/frac_truncated": float(np.mean([c.truncated for c in self.drawn])),
                 **{f"grader/{name}": outcomes[name] for name in OUTCOMES if name != "graded"},
             }
+            if self.tools:
+                row["train/tool_calls"] = self.num_tool_calls / len(self.grades)
         if finite:
             row |= ratio_summary(log_ratio)
         row |= self.followed
@@ -125,62 +131,6 @@ class Trainer(GRPOTrainer):
     def floating_point_ops(self, inputs: dict) -> int:
         """Not counted here, as in ``sft``."""
         return 0
-
-
-def sampling_seed(config: RunConfig, stream: int, step: int, turn: int = 0) -> int:
-    """The seed of one call to a sampler: arms of a sampling seed draw alike, no two calls of a run do."""
-    return int(np.random.SeedSequence([config.seed.sampling, stream, step, turn]).generate_state(1)[0])
-
-
-def _nanmean(values: np.ndarray) -> float:
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else math.nan
-
-
-class Tester:
-    """Held-out evaluation: the mean reward of samples at temperature 1, and of the likeliest completion."""
-
-    def __init__(
-        self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, held_out: tuple[problems.Problem, ...],
-        sampler: Sampler, how: Sampling, grader: GraderProcess, writer: RunWriter,
-    ) -> None:  # fmt: skip
-        self.config, self.tokenizer, self.problems = config, tokenizer, held_out
-        self.sampler, self.how, self.grader, self.writer = sampler, how, grader, writer
-        self.prompts = [dataset.encode_prompt(tokenizer, problem.prompt) for problem in held_out]
-
-    def __call__(self, model: nn.Module, step: int) -> dict[str, float]:
-        """Evaluate ``model`` after ``step`` steps. What a grader failed on is counted and left out of the means."""
-        if self.sampler.version != step:
-            self.sampler.sync(model, step)
-        each = self.config.rl.eval_samples
-        asked = [i for i in range(len(self.problems)) for _ in range(each)]
-        drawn, grades = self._sample(asked, self.how, TEST)
-        greedy = Sampling(self.how.max_new_tokens, self.how.end_ids, self.how.pad_id, temperature=0.0)
-        _, greedy_grades = self._sample(list(range(len(self.problems))), greedy, GREEDY)
-        for i in range(min(NUM_SHOWN, len(self.problems))):
-            completion, grade = drawn[i * each], grades[i * each]
-            self.writer.append_sample({"step": step, "prompt": self.problems[i].prompt, "outcome": grade.outcome,
-                                       "completion": self._text(completion), "reward": grade.reward})  # fmt: skip
-        return {
-            "test/reward": _mean_reward(grades),
-            "test/accuracy_greedy": _mean_reward(greedy_grades),
-            "test/length": float(np.mean([len(c.ids) for c in drawn])),
-            "test/frac_truncated": float(np.mean([c.truncated for c in drawn])),
-            "test/num_ungraded": sum(grade.reward is None for grade in [*grades, *greedy_grades]),
-        }
-
-    def _sample(self, asked: list[int], how: Sampling, stream: int) -> tuple[list[Completion], list[Grade]]:
-        """Completions of the problems asked for. The same draws at every step: a change is the policy's."""
-        drawn = self.sampler.sample([self.prompts[i] for i in asked], how, sampling_seed(self.config, stream, 0))
-        items = ((self.problems[i].record(), self._text(c)) for i, c in zip(asked, drawn, strict=True))
-        return drawn, self.grader.grade(items)
-
-    def _text(self, completion: Completion) -> str:
-        return str(self.tokenizer.decode(completion.ids, skip_special_tokens=True))
-
-
-def _mean_reward(grades: list[Grade]) -> float:
-    return _nanmean(np.array([math.nan if grade.reward is None else grade.reward for grade in grades]))
 
 
 def make_sampler(config: RunConfig, launch: LaunchConfig) -> Sampler:
@@ -221,6 +171,7 @@ def train(config: RunConfig, launch: LaunchConfig, writer: RunWriter, progress: 
             args=trainer_arguments(config, launch, writer.path / "checkpoints"),
             train_dataset=Dataset.from_list([_row(i, data.train[i].prompt) for i in map(int, order)]),
             processing_class=tokenizer,
+            environment_factory=environments(config, data.train),
             callbacks=[recorder],
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
@@ -273,7 +224,8 @@ def trainer_arguments(config: RunConfig, launch: LaunchConfig, output: Path) -> 
         steps_per_generation=optim.batch_size // micro,
         num_generations=rl.group_size,
         num_iterations=rl.updates_per_batch,
-        max_completion_length=rl.max_new_tokens,
+        max_completion_length=rl.max_new_tokens + rl.max_tool_calls * (rl.max_new_tokens + TOOL_TOKENS),
+        max_tool_calling_iterations=rl.max_tool_calls or None,
         temperature=rl.temperature,
         top_p=rl.top_p,
         top_k=rl.top_k,

@@ -96,6 +96,11 @@ def _load_data(config: RunConfig, tokenizer: Any) -> None:
 
     if config.is_rl:
         problems.load(config.data)
+        if config.rl.max_tool_calls:
+            from trl.chat_template_utils import supports_tool_calling
+
+            if not supports_tool_calling(tokenizer):
+                raise ConfigError(f"model: {config.model.name!r} is not allowed; its chat template knows no tools")
     else:
         dataset.load(config.data, tokenizer)
 

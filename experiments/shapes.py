@@ -7,6 +7,7 @@ placements of an adapter mean here what they mean on the large models.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,34 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+TOOLS_CHAT_TEMPLATE = (  # a tool answers in a user turn, as Qwen's and others' templates have it
+    "{% for message in messages %}"
+    "{{ '<|assistant|>' if message['role'] == 'assistant' else '<|user|>' }}"
+    "{{ message['content'] or '' }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '[' + call['function']['name'] }}"
+    "{% for key, value in call['function']['arguments'].items() %}{{ ' ' + key + '=' + value|string }}{% endfor %}"
+    "{{ ']' }}"
+    "{% endfor %}"
+    "{{ '<|end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+TOOLS_RESPONSE_TEMPLATE = {  # how transformers reads a call back from what the model wrote
+    "defaults": {"role": "assistant"},
+    "start_anchor": ASSISTANT,
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"\[(?P<name>\w+) ",
+            "close": "]",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"(?P<key>\w+)=(?P<value>[^\s\]]+)"},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close": END, "content": "text"},
+    },
+}
 VOCAB_SIZE = 512
 MAX_POSITIONS = 512  # tokens; the longest example of any task takes about 100
 
@@ -64,6 +93,7 @@ class Shape:
 SHAPES: dict[str, Shape] = {
     "mini-w64": Shape(width=64, ffn=176),
     "mini-w64-mixed": Shape(width=64, ffn=176),
+    "mini-w64-tools": Shape(width=64, ffn=176),
     "mini-w128": Shape(width=128, ffn=352),
     "mini-w256": Shape(width=256, ffn=688),
     "mini-moe": Shape(width=64, ffn=96, num_experts=8, num_active_experts=2),
@@ -164,6 +194,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> PreTr
     )
     wrapped.chat_template = CHAT_TEMPLATE
     return wrapped
+
+
+def with_tools(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """The same tokens with the chat template of tools."""
+    able = copy.deepcopy(tokenizer)
+    able.chat_template = TOOLS_CHAT_TEMPLATE
+    able.response_template = TOOLS_RESPONSE_TEMPLATE
+    return able
 
 
 def prompt_text(prompt: str) -> str:

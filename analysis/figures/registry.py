@@ -6,7 +6,20 @@ from collections.abc import Callable
 
 from matplotlib.figure import Figure
 
-from analysis.figures import batch, capacity, early, length, parts, placement, rank, rl_bits, rl_curves, rl_lr, width
+from analysis.figures import (
+    batch,
+    capacity,
+    early,
+    length,
+    parts,
+    placement,
+    rank,
+    rl_bits,
+    rl_curves,
+    rl_lr,
+    rl_tools,
+    width,
+)
 from analysis.results import StudyRuns
 
 Draw = Callable[[StudyRuns, str], Figure]
@@ -27,5 +40,6 @@ FIGURES: dict[str, Draw] = {
     "capacity": _unless_unknown(capacity.figure),
     "rl-lr": _unless_unknown(rl_lr.figure),
     "rl-curves": _unless_unknown(rl_curves.figure),
+    "rl-tools": _unless_unknown(rl_tools.figure),
     "rl-bits": _unless_unknown(rl_bits.figure),
 }

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from experiments.config import ConfigError, DataConfig, DataSource
+from experiments.data import tables
 from experiments.data.dataset import TEST_STREAM, draw_examples, read_hub, read_jsonl
 
 SCHEMAS = (  # (question, answer) columns of GSM8K and DeepMath-103K, MATH, AIME 2024 and 2025, our own files
@@ -58,6 +59,12 @@ def load(config: DataConfig) -> Problems:
         test = _drawn(config, config.num_test, frozenset(), TEST_STREAM)
         train = _drawn(config, config.num_train, frozenset(p.prompt for p in test), 0)
         num_read = len(test) + len(train)
+    elif config.source is DataSource.table_walk:
+        train, test = (
+            [_walk(walk) for walk in tables.draw_walks(num, config.hops, config.seed, stream)]
+            for num, stream in ((config.num_train, 0), (config.num_test, TEST_STREAM))
+        )
+        num_read = len(test) + len(train)
     elif config.source in (DataSource.jsonl, DataSource.hub):
         read = list(_rows(config, config.path, config.subset, "train", config.revision))
         elsewhere = [problem for name in config.held_out for problem in _rows(config, *_parts(name))]
@@ -80,6 +87,10 @@ def load(config: DataConfig) -> Problems:
 def _drawn(config: DataConfig, wanted: int, excluded: frozenset[str], stream: int) -> list[Problem]:
     examples = draw_examples(config, wanted, excluded, stream)
     return [Problem(e.prompt, e.completion, e.task, e.entry) for e in examples]
+
+
+def _walk(walk: tables.Walk) -> Problem:
+    return Problem(walk.prompt, walk.answer, tables.TASK, asdict(walk))
 
 
 def _parts(name: str) -> tuple[str, str, str, str]:

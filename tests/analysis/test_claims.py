@@ -35,7 +35,7 @@ def judged(results: Results, *ids: str) -> dict[str, Verdict]:
 
 def test_every_claim_of_the_post_is_there_once() -> None:
     assert [claim.id for claim in CLAIMS] == [f"C{k}" for k in range(1, 25)]
-    assert {name for claim in CLAIMS for name in claim.studies} == {*ALL, "rl-lr", "rl-bits"}
+    assert {name for claim in CLAIMS for name in claim.studies} == {*ALL, "rl-lr", "rl-bits", "rl-tools"}
 
 
 def test_the_posts_world_reproduces_every_claim_that_runs_can_settle() -> None:

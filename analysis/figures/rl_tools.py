@@ -1,0 +1,38 @@
+"""Rewards that are sparse and episodes that are long: reward against LR, and the episodes as they are learned."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from analysis import style
+from analysis.figures import lr, parts, rl_curves, rl_lr
+from analysis.results import StudyRuns
+
+CURVES: tuple[tuple[str, str], ...] = (("test/reward", "held-out reward"), ("test/turns", "turns in an episode"))
+
+
+def figure(study: StudyRuns, caption: str) -> Figure:
+    """Reward against LR on the left; reward and number of turns against step, each arm at its best LR.
+
+    Args: the study ``rl-tools``; where its runs come from: what, model, data, scale.
+    """
+    arms = parts.expected_arms(study)
+    looks = parts.arm_looks(arms)
+    fig = Figure(figsize=(style.WIDTH_IN, 3.6), layout="constrained")
+    left, *others = fig.subplots(1, 1 + len(CURVES), width_ratios=(1.5, 1, 1))
+    note = parts.attempt(left, lambda: rl_lr.draw(study, left, looks))
+    chosen = rl_curves.best_runs(study, arms)
+    for axes, (metric, label) in zip(others, CURVES, strict=True):
+        parts.attempt(axes, partial(rl_curves.draw, study, chosen, (metric,), axes, looks, log=False))
+        axes.set_title(label, loc="left", fontsize=style.SMALL_PT)
+    names = style.arm_labels(arms)
+    lrs = {arm: f"{names[arm]}, LR {style.number_text(float(chosen[arm]['lr'].iloc[0]))}" for arm in chosen}
+    handles = [Line2D([], [], label=lrs[arm], **looks[arm]) for arm in chosen]
+    handles.append(Line2D([], [], color=parts.PAPER_COLOR, linestyle=":", label="base model"))
+    fig.legend(handles=handles, loc="outside lower center", ncols=style.legend_columns([*lrs.values()]))
+    parts.caption(fig, caption, study, "left: mean over seeds, whiskers: lowest and highest seed; right: each arm at "
+                  "its best LR, bands: lowest to highest seed", f"{lr.TIMES}: a run collapsed there", note)  # fmt: skip
+    return fig
