@@ -256,7 +256,7 @@ class RunConfig:
             f"it must not exceed data.num_train ({self.data.num_train})",
         )
         walks, calls = self.data.source is DataSource.table_walk, self.rl.max_tool_calls
-        wanted = (
+        allowed = (
             "table walks are answered with tools: 1 or more" if walks else "0: only data.source=table_walk has tools"
         )
         require((calls > 0) == walks, "rl.max_tool_calls", calls, allowed)
