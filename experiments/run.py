@@ -56,7 +56,7 @@ def execute(config: RunConfig, launch: LaunchConfig, progress: Any = None) -> di
     root = store.ensure_root(Path(launch.root))
     if store.state_of(root / run_id(config)) != "done":
         check(config, launch)
-        _load_data(config, models.load_tokenizer(config.model, root / "cache"))
+        load_data(config, models.load_tokenizer(config.model, root / "cache"))
     with claim.claim(root, run_id(config), encode(config)) as writer:
         if writer.summary is not None:  # finished by someone else while we waited for the lock
             return writer.summary
@@ -90,8 +90,8 @@ def _flow(config: RunConfig) -> Callable[..., dict[str, Any]]:
     return sft.train
 
 
-def _load_data(config: RunConfig, tokenizer: Any) -> None:
-    """Read the data before anything is written, so that bad data leaves nothing behind."""
+def load_data(config: RunConfig, tokenizer: Any) -> None:
+    """Read the data before anything is written, so that bad data leaves nothing behind. Raises ConfigError."""
     from experiments.data import dataset, problems
 
     if config.is_rl:

@@ -76,15 +76,14 @@ def launch(study: Study, root: Path, parts: Sequence[Study] = ()) -> int:
 def _check_models(study: Study) -> None:
     """Refuse impossible runs and unusable data before any run is started."""
     from experiments import models
-    from experiments.data import dataset
-    from experiments.run import check  # imports torch, so only when something is to be trained
+    from experiments.run import check, load_data  # imports torch, so only when something is to be trained
 
     for point in {(p.config.model, p.config.method, p.config.optim.batch_size): p for p in study.points}.values():
         check(point.config, study.launch)
-    for point in {(p.config.model, p.config.data): p for p in study.points}.values():
+    for point in {(p.config.model, p.config.data, p.config.rl): p for p in study.points}.values():
         if point.config.data.source is not DataSource.hub:  # a hub data set is read where it is trained on
             tokenizer = models.load_tokenizer(point.config.model, Path(study.launch.root) / "cache")
-            dataset.load(point.config.data, tokenizer)
+            load_data(point.config, tokenizer)
 
 
 def _check_cluster(cluster: str) -> None:

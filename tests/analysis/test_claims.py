@@ -19,7 +19,7 @@ from analysis.results import Results, from_reference, save
 from experiments import store
 
 BY_ID = {claim.id: claim for claim in CLAIMS}
-RL = {"C17", "C18", "C19", "C20"}
+RL = {"Q1", "C17", "C18", "C19", "C20"}
 """Judged in test_judges_rl.py: these worlds hold supervised runs only."""
 
 
@@ -34,7 +34,7 @@ def judged(results: Results, *ids: str) -> dict[str, Verdict]:
 
 
 def test_every_claim_of_the_post_is_there_once() -> None:
-    assert [claim.id for claim in CLAIMS] == [f"C{k}" for k in range(1, 25)]
+    assert [claim.id for claim in CLAIMS] == [*(f"C{k}" for k in range(1, 25)), "Q1"]
     assert {name for claim in CLAIMS for name in claim.studies} == {*ALL, "rl-lr", "rl-bits", "rl-tools"}
 
 
@@ -197,7 +197,7 @@ def test_command_writes_three_files_that_agree(tmp_path: Path, monkeypatch: pyte
     assert f"| **C5** {five['statement']} | 10 (9.8) | {five['here']} |" in markdown.read_text()
     assert table.read_text().count("not run") == sum(r["verdict"] == "not run" for r in records)
     printed = capsys.readouterr().out
-    assert "24 claims at scale mini" in printed and "105 of 105 runs of 1 studies" in printed
+    assert f"{len(CLAIMS)} claims at scale mini" in printed and "105 of 105 runs of 1 studies" in printed
 
 
 def test_a_missing_reference_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -17,7 +17,7 @@ from experiments.data import problems, tables
 from experiments.episodes import answer_of, play
 from experiments.grading import Grader, GraderProcess
 from experiments.recorder import Interrupted, Progress
-from experiments.rollouts import Completion, Sampling
+from experiments.rollouts import Completion, Sampling, TransformersSampler
 from experiments.run import execute
 
 HOW = Sampling(16, (1,), 0)
@@ -121,6 +121,23 @@ def test_exact_grader_wants_the_answer_and_nothing_else() -> None:
     assert [(g.outcome, g.reward) for g in found] == [
         ("graded", 1.0), ("graded", 1.0), ("graded", 0.0), ("no_answer", 0.0),
     ]  # fmt: skip
+
+
+def test_base_rarely_gets_to_the_end(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Sparse, and not hopeless: a batch of 256 episodes has a success or two. What it says is well formed."""
+    walks = tables.draw_walks(1024, (4, 5), seed=3, stream=0)
+    environments = [tables.TableEnvironment(walks) for _ in walks]
+    for i, environment in enumerate(environments):
+        environment.reset(index=i)
+    policy = TransformersSampler()
+    policy.sync(shapes.load_model(shapes.BASES_DIR / "mini-w64-tools").eval(), 0)
+    prompts = [tokenizer.encode(shapes.prompt_text(walk.prompt)) for walk in walks]
+    how = Sampling(16, (int(tokenizer.eos_token_id),), int(tokenizer.pad_token_id))
+    episodes = play(tokenizer, policy, prompts, how, lambda turn: turn, environments, 6)
+    right = [answer_of(episode.turns) == walk.answer for episode, walk in zip(episodes, walks, strict=True)]
+    assert 0.001 <= sum(right) / len(right) <= 0.02
+    said = [turn for episode in episodes for turn in episode.turns if turn["role"] == "assistant"]
+    assert sum(bool(turn.get("tool_calls")) or turn["content"] in tables.KEYS for turn in said) / len(said) > 0.98
 
 
 # ---------------------------------------------------------------- runs
