@@ -98,9 +98,8 @@ def blocks(results: Results, target: Path) -> dict[str, str]:
     study = results.study("lr")
     if study is not None:
         found["lr"] = lr_block(sweeps_of(study), target)
-    study = results.study("rl-lr")
-    if study is not None:
-        found["rl"] = rl_block(study, target)
+    if results.study("rl-lr") is not None:
+        found["rl"] = rl_block(results, target)
     return found
 
 
@@ -119,15 +118,30 @@ def lr_block(arms: Sequence[Arm], target: Path) -> str:
     return "\n".join(lines)
 
 
-def rl_block(study: StudyRuns, target: Path) -> str:
-    """Figures and table of the studies of reinforcement learning."""
+def rl_block(results: Results, target: Path) -> str:
+    """Figures and tables of the studies of reinforcement learning."""
     where = target.relative_to(PROJECT).as_posix()
+    shown = (  # study, what its figure shows, whether its arms are a table
+        ("rl-lr", "held-out reward against learning rate", True),
+        ("rl-curves", "learning curves", False),
+        ("rl-bits", "gain in reward against trained parameters", False),
+        ("rl-tools", "held-out reward with tool calls", True),
+    )
+    parts: list[str] = []
+    for name, what, tabled in shown:
+        study, figure = results.study(name), target / "figures" / f"{name}-{name}.png"
+        if study is None or study.runs.empty:
+            continue
+        parts.append(f"![{what}]({where}/figures/{figure.name})")
+        if tabled:
+            parts += [f"`{name}`: the base model's reward is {1 - study.runs['base'].mean():.3f}.", rl_table(study)]
+    return "\n\n".join(parts)
+
+
+def rl_table(study: StudyRuns) -> str:
+    """Best reward, LR* and range of good LRs of each arm."""
     share = float(study.settings["window_share"])
     lines = [
-        f"![held-out reward against learning rate]({where}/figures/rl-lr-rl-lr.png)",
-        "",
-        f"The base model's reward is {1 - study.runs['base'].mean():.3f}.",
-        "",
         "| arm | best held-out reward (SD of seeds) | LR* [95 %] | LR* / LR*(full) [95 %] | "
         f"LRs with {100 * share:g} % of the best gain | seeds |",
         "|---|---|---|---|---|---|",
@@ -139,8 +153,7 @@ def rl_block(study: StudyRuns, target: Path) -> str:
         reward = f"{1 - arm.optimum.best:.3f} ({arm.optimum.best_sd:.3f})"
         cells = (arm_label(arm.name), reward, _star(arm), _ratio(arm), span, str(arm.optimum.num_seeds))
         lines.append(f"| {' | '.join(cells)} |")
-    curves = target / "figures" / "rl-curves-rl-curves.png"
-    return "\n".join(lines) + (f"\n\n![learning curves]({where}/figures/{curves.name})" if curves.exists() else "")
+    return "\n".join(lines)
 
 
 def _star(arm: Arm) -> str:

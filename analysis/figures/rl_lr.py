@@ -43,8 +43,11 @@ def figure(study: StudyRuns, caption: str) -> Figure:
     return fig
 
 
-def draw(study: StudyRuns, axes: Axes, looks: Looks) -> str:
-    """Reward per LR, and below it each arm's range of good LRs as a bar. Returns what the bars mean."""
+def draw(study: StudyRuns, axes: Axes, looks: Looks, most: int = 9) -> str:
+    """Reward per LR, and below it each arm's range of good LRs as a bar. Returns what the bars mean.
+
+    ``most``: labels on the axis of LRs, by the width of the panel.
+    """
     runs, share = study.runs, float(study.settings["window_share"])
     if runs["value"].notna().sum() == 0:
         raise TooLittle("no usable run")
@@ -69,7 +72,7 @@ def draw(study: StudyRuns, axes: Axes, looks: Looks) -> str:
     height = max(best - worst, 0.05)
     axes.set_ylim(worst - height * (0.1 + 0.06 * len(present)), best + height * (0.06 + 0.05 * len(present)))
     axes.set_xlim(runs["lr"].min() / 1.25, runs["lr"].max() * 1.25)
-    style.log_axis(axes, most=9)
+    style.log_axis(axes, most=most)
     axes.set_xlabel("learning rate (constant)")
     axes.set_ylabel(REWARD_LABEL)
     return f"bars: LRs that reach {100 * share:g} % of the arm's best gain over the base"

@@ -21,9 +21,9 @@ def figure(study: StudyRuns, caption: str) -> Figure:
     """
     arms = parts.expected_arms(study)
     looks = parts.arm_looks(arms)
-    fig = Figure(figsize=(style.WIDTH_IN, 3.6), layout="constrained")
+    fig = Figure(figsize=(style.WIDTH_IN, 4.4), layout="constrained")
     left, *others = fig.subplots(1, 1 + len(CURVES), width_ratios=(1.5, 1, 1))
-    note = parts.attempt(left, lambda: rl_lr.draw(study, left, looks))
+    note = parts.attempt(left, lambda: rl_lr.draw(study, left, looks, most=5))
     chosen = rl_curves.best_runs(study, arms)
     for axes, (metric, label) in zip(others, CURVES, strict=True):
         parts.attempt(axes, partial(rl_curves.draw, study, chosen, (metric,), axes, looks, log=False))

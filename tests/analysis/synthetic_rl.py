@@ -27,7 +27,7 @@ from analysis.load import _flat
 from analysis.results import Results, StudyRuns
 from experiments.config import MethodKind, RunConfig, arm_name, encode
 
-RL_STUDIES = ("rl-lr", "rl-curves", "rl-bits")
+RL_STUDIES = ("rl-lr", "rl-curves", "rl-bits", "rl-tools")
 NUM_MATRICES = 28  # of mini-w64: seven in each of four layers
 STARS = {MethodKind.full: 1e-4, MethodKind.lora: 5e-4, MethodKind.tiny: 1.6e-2}
 
@@ -121,6 +121,7 @@ def _run(config: RunConfig, world: World, noise: float) -> tuple[dict[str, Any],
         "metric.test/reward": at(shown, reward),
         "metric.test/accuracy_greedy": at(shown, reward + 0.1),
         "metric.test/length": at(shown, 4.5),
+        "metric.test/turns": at(shown, 1.0 + 4 * reward * (config.rl.max_tool_calls > 0)),
         "metric.train/reward": at(trained, reward - 0.02),
         "metric.train/bits": at(trained, world.bits_per_step),
         "metric.sampler/kl_nats": at(trained, 1e-12),

@@ -56,7 +56,7 @@ def crosses(axes: Axes) -> list[Line2D]:
     return [line for line in axes.lines if line.get_marker() == "x" and len(line.get_xdata())]
 
 
-# ---------------------------------------------------------------- all three
+# ---------------------------------------------------------------- all of them
 
 
 @pytest.mark.parametrize("name", RL_STUDIES)
@@ -215,6 +215,21 @@ def test_arm_without_a_usable_lr_is_not_drawn() -> None:
     figure = draw(make_rl_results(("rl-curves",), collapses={"full": 1e-9}), "rl-curves")
     assert len(figure.axes[0].lines) == 3
     assert all(not text.get_text().startswith("full") for text in figure.legends[0].get_texts())
+
+
+# ---------------------------------------------------------------- rl-tools
+
+
+def test_tools_figure_shows_reward_by_lr_and_how_episodes_grow(figures: dict) -> None:
+    left, middle, right = figures["rl-tools"].axes
+    assert len(left.containers) == 4 and [line.get_linestyle() for line in at_height(left, 0.35)] == [":"]
+    assert middle.get_title(loc="left") == "held-out reward" and right.get_title(loc="left") == "turns in an episode"
+    for axes, end in ((middle, 0.8), (right, 1 + 4 * 0.8)):
+        assert len(axes.lines) == 4
+        for line in axes.lines:
+            assert (line.get_xdata()[0], line.get_xdata()[-1]) == (0, 60)
+            assert line.get_ydata()[-1] == pytest.approx(end, abs=0.05)
+    assert "LR 1.0e-4" in words(figures["rl-tools"]) or "LR 1e-4" in words(figures["rl-tools"])
 
 
 # ---------------------------------------------------------------- rl-bits
