@@ -17,7 +17,7 @@ from typing import Any
 
 from experiments import claim, store
 from experiments.compose import expand, parse
-from experiments.config import ConfigError, LaunchConfig, RunConfig, encode, run_id, said
+from experiments.config import ConfigError, Engine, LaunchConfig, RunConfig, encode, run_id, said
 
 RESUMABLE = 130
 """Exit code after Ctrl-C: everything is on disk, the same command goes on."""
@@ -33,7 +33,7 @@ def prepare_process() -> None:
 
 
 def check(config: RunConfig, launch: LaunchConfig) -> None:
-    """Refuse what cannot run before anything is written: batch split, rank, model. Raises ConfigError."""
+    """Refuse what cannot run before anything is written: batch split, sync, rank, model. Raises ConfigError."""
     from experiments import adapters, models  # torch is imported only by a process that needs it
 
     micro = launch.micro_batch_size or config.optim.batch_size
@@ -42,6 +42,10 @@ def check(config: RunConfig, launch: LaunchConfig) -> None:
             f"launch.micro_batch_size: {micro} is not allowed; it must divide optim.batch_size "
             f"({config.optim.batch_size})"
         )
+    if config.is_rl and launch.sampler is Engine.vllm:
+        from experiments.vllm_rollouts import sync_mode
+
+        sync_mode(config, launch)
     adapters.check_rank(models.empty_model(config.model, Path(launch.root) / "cache"), config.method)
 
 

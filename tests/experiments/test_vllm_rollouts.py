@@ -91,6 +91,17 @@ def test_both_environments_have_the_same_versions() -> None:
     assert [name for name in default if vllm.get(name, default[name]) != default[name]] == ["numpy"]
 
 
+def test_impossible_sync_is_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ["method=full", "launch.sampler=vllm", "launch.sync=adapter", f"launch.root={tmp_path}"]
+    assert main([*BASE, *overrides]) == 2
+    assert capsys.readouterr().err.strip() == (
+        "error: launch.sync: 'adapter' is not allowed; method=full has no LoRA adapter"
+    )
+    assert not list(tmp_path.glob("*/config.json"))
+
+
 @pytest.mark.parametrize("method", ["method=lora", "method=full"])
 def test_without_vllm_one_line_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], method: str
