@@ -1,7 +1,7 @@
 # Does LoRA match full fine-tuning? Every target sets up what it needs on first use.
 # Options:  SCALE=mini|smol|paper  CLUSTER=auto|local|slurm  DRY=1  ARGS='optim.steps=50 ...'
 .DEFAULT_GOAL := help
-.PHONY: help setup sweep-% sweep-rl studies exact verdict status figures bases smol vllm reference lint type test test-vllm
+.PHONY: help setup sweep-% plan-% sweep-rl studies exact verdict status figures bases smol vllm reference lint type test test-vllm
 
 SCALE ?= mini
 CLUSTER ?= auto
@@ -32,6 +32,9 @@ $(READY): pyproject.toml constraints.txt
 
 sweep-%: $(READY) ## run a study and draw its figures, e.g. make sweep-lr
 	@$(if $(DRY),$(LAUNCH) --dry,$(LAUNCH) && $(DRAW) $* --scale $(SCALE) --overrides $(ARGS))
+
+plan-%: $(READY) ## what a study (or all) would take: runs, memory, FLOPs, device-hours; ARGS='--price 2.5 ...'
+	@$(PY) -m sweeps.budget $* --scale $(SCALE) launch.root=$(ROOT) $(ARGS)
 
 sweep-rl: sweep-rl-lr ## reinforcement learning: reward against LR, its figures, the verdicts on C17 and C18
 	@$(if $(DRY),,$(PY) -m analysis.verdict --scale $(SCALE) --root $(ROOT) --claims C17 C18)

@@ -13,10 +13,19 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
+from experiments import architectures
 from experiments.config import ConfigError, ModelConfig, ModelSource
+from experiments.cost import Dims
 
 BASES_DIR = Path(__file__).resolve().parent / "bases"
 
@@ -120,17 +129,32 @@ def load_model(config: ModelConfig, cache: Path) -> PreTrainedModel:
 def empty_model(config: ModelConfig, cache: Path, local_only: bool = False) -> PreTrainedModel:
     """The base model's shapes without its weights (meta device): enough to count and to check. Shared.
 
-    ``local_only`` asks the hub nothing: a model that is not in the local cache is then a ConfigError.
+    ``local_only`` asks the hub nothing: a model that is neither listed in ``architectures`` nor in the local
+    cache is then a ConfigError.
     """
     with _named(config):
-        where, revision = model_directory(config, cache), _revision(config)
-        shapes = AutoConfig.from_pretrained(where, revision=revision, local_files_only=local_only)
+        shapes = architectures.known(config.path) if config.source is ModelSource.hub else None
+        if shapes is None:
+            where, revision = model_directory(config, cache), _revision(config)
+            shapes = AutoConfig.from_pretrained(where, revision=revision, local_files_only=local_only)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(shapes)
 
 
 def num_matrix_parameters(model: PreTrainedModel) -> int:
-    """Parameters that are multiplied with every token: all matrices but the embedding, which is looked up."""
+    """Parameters that one token is multiplied with: all matrices but the embedding, which is looked up, and of the
+    experts (matrices stacked in three dimensions) the share that is active."""
     embedding = model.get_input_embeddings().weight
     tied = model.get_output_embeddings().weight is embedding
-    return sum(p.numel() for p in model.parameters() if p.ndim >= 2) - (0 if tied else embedding.numel())
+    experts, active = getattr(model.config, "num_experts", 0), getattr(model.config, "num_experts_per_tok", 0)
+    counted = (p.numel() * active // experts if p.ndim == 3 else p.numel() for p in model.parameters() if p.ndim >= 2)
+    return sum(counted) - (0 if tied else embedding.numel())
+
+
+def dims(config: PretrainedConfig) -> Dims:
+    """The sizes that cost depends on, of any Llama- or Qwen-like model."""
+    active = getattr(config, "num_experts_per_tok", None) if getattr(config, "num_experts", 0) else None
+    ffn = config.moe_intermediate_size * active if active else config.intermediate_size
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Dims(config.num_hidden_layers, config.hidden_size, config.num_attention_heads,
+                config.num_key_value_heads, head_dim, ffn, config.vocab_size)  # fmt: skip

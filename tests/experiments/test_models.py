@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments import models
+from experiments import adapters, models
 from experiments.compose import parse
 from experiments.config import ConfigError
 
@@ -67,3 +67,22 @@ def test_smollm2_is_converted_once_and_speaks(tmp_path: Path) -> None:
     models._loaded.cache_clear()
     models.load_model(config, tmp_path)
     assert converted.stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize(
+    ("model", "mlp", "attn", "unembed"),
+    [  # trained numbers per rank (docs of the post's authors' cookbook give the same)
+        ("llama-3.2-1b", 491_520, 212_992, 130_304),
+        ("llama-3.2-3b", 946_176, 573_440, 131_328),
+        ("llama-3.1-8b", 1_769_472, 851_968, 132_352),
+    ],
+)
+def test_hub_models_are_counted_without_a_download(
+    model: str, mlp: int, attn: int, unembed: int, tmp_path: Path
+) -> None:
+    def trained(*overrides: str) -> int:
+        config, _ = parse([f"model={model}", "optim.lr=1e-4", "method=lora", "method.rank=1", *overrides])
+        return adapters.num_trainable(models.empty_model(config.model, tmp_path, local_only=True), config.method)
+
+    assert trained("method.placement=mlp") == mlp and trained("method.placement=attn") == attn
+    assert trained("method.placement=mlp", "method.unembed=true") - mlp == unembed
