@@ -24,6 +24,20 @@ from experiments.store import StoreError, log_path
 
 Emit = Callable[..., None]
 
+ENVIRONMENT = {
+    # One thread each: two threads on two busy cores spin and are 10 to 30 times slower.
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # glibc gives large blocks back to the kernel at every free; a training step then spends its
+    # time in page faults. Read at process start, hence set here.
+    "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
+    "MALLOC_TOP_PAD_": str(256 << 20),
+}
+"""What a process that trains needs in its environment when it starts."""
+
 
 def main() -> int:
     """Serve jobs until standard input ends. Returns the exit code."""

@@ -1,13 +1,12 @@
 """Launch a study: ``python -m sweeps.launch lr --scale mini [--cluster local] [--dry] [overrides ...]``.
 
-Composes every run first, shows what is already done, runs the rest and exits with 0 only if every
-run ended. Running the same command again does only what is missing.
+Composes every run first, shows what is already done, runs the rest, on this machine or as jobs of a
+cluster, and exits with 0 only if every run ended. Running the same command again does only what is missing.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,12 +14,13 @@ from pathlib import Path
 from experiments.config import ConfigError, DataSource
 from experiments.manifests import write_study
 from experiments.store import StoreError, ensure_root, log_path
+from slurm.client import SlurmError
+from slurm.cluster import Cluster, choose
+from slurm.follow import Follower
 from sweeps.display import Display, warn
-from sweeps.grid import Study, known_studies, load_study
+from sweeps.grid import Point, Study, known_studies, load_study
 from sweeps.plan import find, print_plan
-from sweeps.pool import run_all
-
-CLUSTERS = ("auto", "local", "slurm")
+from sweeps.pool import Event, run_all
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,27 +28,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m sweeps.launch", description=__doc__)
     parser.add_argument("study", help=f"one of: {', '.join(known_studies())}")
     parser.add_argument("--scale", default="mini", help="mini, smol or paper")
-    parser.add_argument("--cluster", default="auto", help="auto, local or slurm")
+    parser.add_argument("--cluster", default="auto", help="auto, local or a profile of conf/cluster")
+    parser.add_argument("--detach", action="store_true", help="submit to the cluster and do not wait")
     parser.add_argument("--dry", action="store_true", help="print the runs and their cost, start nothing")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides for every run, e.g. optim.steps=50")
     options = parser.parse_intermixed_args(arguments)
     try:
-        _check_cluster(options.cluster)
+        cluster = choose(options.cluster)
         study = load_study(options.study, options.scale, options.overrides)
         root = Path(study.launch.root)
         if options.dry:
             print_plan(study, root)
             return 0
-        return launch(study, ensure_root(root))
-    except (ConfigError, StoreError) as error:
+        return launch(study, ensure_root(root), cluster=cluster, detach=options.detach)
+    except (ConfigError, StoreError, SlurmError) as error:
         warn(f"error: {error}")
         return 2
 
 
-def launch(study: Study, root: Path, parts: Sequence[Study] = ()) -> int:
+def launch(
+    study: Study, root: Path, parts: Sequence[Study] = (), cluster: Cluster | None = None, detach: bool = False
+) -> int:
     """Run what is missing of ``study`` and report; returns the exit code.
 
-    ``parts`` are the studies it is made of, recorded each by itself (default: the study itself).
+    ``parts`` are the studies it is made of, recorded each by itself (default: the study itself). Without a
+    ``cluster`` it runs here. With ``detach`` its jobs are submitted and left to themselves.
     """
     todo = [point for point in study.points if find(root, point).state != "done"]
     num_done = len(study.points) - len(todo)
@@ -62,11 +66,21 @@ def launch(study: Study, root: Path, parts: Sequence[Study] = ()) -> int:
         return 0
     # Longest first, so that no core idles at the end while one long run goes on.
     todo.sort(key=lambda point: -point.config.optim.steps * point.config.optim.batch_size)
+    follower = _submitted(study, todo, cluster) if cluster else None
+    if follower and detach:
+        return 0
     with Display(todo, num_done) as display:
         try:
-            run_all(todo, study.launch, display.show)
+            if follower:
+                follower.on_event = lambda kind, run, detail: display.show(Event(kind, run, detail))
+                follower.follow()
+            else:
+                run_all(todo, study.launch, display.show)
         except KeyboardInterrupt:
-            warn("stopped; every run is checkpointed, the same command goes on from there")
+            if follower:
+                warn(f"detached; the jobs go on: the same command follows, make cancel STUDY={study.name} cancels")
+            else:
+                warn("stopped; every run is checkpointed, the same command goes on from there")
             return 130
     for run, detail in display.failures.items():
         warn(f"failed: {run}: {detail['cause']} (log: {detail['log']})")
@@ -86,12 +100,13 @@ def _check_models(study: Study) -> None:
             load_data(point.config, tokenizer)
 
 
-def _check_cluster(cluster: str) -> None:
-    if cluster not in CLUSTERS:
-        raise ConfigError(f"cluster: {cluster!r} is not allowed; choose one of {', '.join(CLUSTERS)}")
-    if cluster == "slurm":
-        found = "found" if shutil.which("sbatch") else "not found"
-        raise ConfigError(f"cluster: 'slurm' is not supported yet (sbatch {found}); use CLUSTER=local")
+def _submitted(study: Study, todo: Sequence[Point], cluster: Cluster) -> Follower:
+    """The jobs of a study, queued, and who follows them."""
+    warn(f"submitting with conf/cluster/{cluster.name}.yaml (CLUSTER=local runs on this machine)")
+    configs = {point.run_id: point.config for point in todo}
+    follower = Follower.prepared(study.name, study.scale, configs, study.launch, cluster)
+    follower.start()
+    return follower
 
 
 if __name__ == "__main__":

@@ -18,20 +18,9 @@ from typing import IO, Any
 
 from experiments.config import LaunchConfig, encode
 from experiments.store import StoreError, explained
+from experiments.worker import ENVIRONMENT
 from sweeps.grid import Point
 
-ENVIRONMENT = {
-    # One thread each: two threads on two busy cores spin and are 10 to 30 times slower.
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    # glibc gives large blocks back to the kernel at every free; a training step then spends its
-    # time in page faults. Read at process start, hence set here.
-    "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
-    "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
-    "MALLOC_TOP_PAD_": str(256 << 20),
-}
 MAX_DEATHS = 2
 """How often one run may take its worker with it (out of memory, kill) before it counts as failed."""
 BUSY_PAUSE_S = 1.0

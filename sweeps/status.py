@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments import manifests, store
+from slurm.status import lines as slurm_lines
 from sweeps.display import warn
 
 
@@ -50,6 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(f"failed: {record.run_id}: {record.cause or 'unknown'} (log: {log})", markup=False)
         for problem in record.problems:
             console.print(problem, markup=False)
+    try:
+        left_out += slurm_lines(root, {r.run_id for r in records if r.state == "done"})
+    except store.StoreError as error:
+        left_out.append(f"left out: {error}")
     for line in left_out:
         console.print(line, markup=False)
     return 0

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from experiments.config import ConfigError
 from experiments.store import StoreError, ensure_root
+from slurm.client import SlurmError
+from slurm.cluster import choose
 from sweeps.display import warn
 from sweeps.grid import Point, Study, known_studies, load_study
 from sweeps.launch import launch
@@ -26,11 +28,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("words", nargs="*", metavar="STUDY", help=f"of: {', '.join(supervised())}; then overrides")
     parser.add_argument("--scale", default="mini", help="mini, smol or paper")
+    parser.add_argument("--cluster", default="auto", help="auto, local or a profile of conf/cluster")
+    parser.add_argument("--detach", action="store_true", help="submit to the cluster and do not wait")
     parser.add_argument("--dry", action="store_true", help="print the runs and their cost, start nothing")
     options = parser.parse_intermixed_args(arguments)
     names = [word for word in options.words if "=" not in word] or supervised()
     overrides = [word for word in options.words if "=" in word]
     try:
+        cluster = choose(options.cluster)
         studies = [load_study(name, options.scale, overrides) for name in names]
         together = union(studies)
         root = Path(together.launch.root)
@@ -39,8 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.dry:
             print_plan(together, root)
             return 0
-        return launch(together, ensure_root(root), studies)
-    except (ConfigError, StoreError) as error:
+        return launch(together, ensure_root(root), studies, cluster, options.detach)
+    except (ConfigError, StoreError, SlurmError) as error:
         warn(f"error: {error}")
         return 2
 

@@ -1,0 +1,108 @@
+"""Which resource class a run needs, and how runs are packed into tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.config import LaunchConfig, MethodKind, ModelSource, RunConfig
+from slurm.cluster import Cluster, ResourceClass
+
+CPU_PARAMETERS = 200_000_000
+"""The largest model that is trained without a GPU (SmolLM2-135M takes hours)."""
+USABLE_FRAC = 0.8
+"""Of a device's memory: the rest is for activations and logits. A guess; a run that dies of memory goes one size up."""
+BUNDLED_PARAMETERS = 10_000_000
+"""More than any base that the repository ships has."""
+CHECKPOINT_BYTES = 12
+"""Per trained parameter: the weight and two moments of AdamW, in fp32."""
+CHECKPOINTS_KEPT = 3
+"""Two are kept, and a third is there while it is written."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Parameters of a run's model, and how many of them are trained."""
+
+    num_parameters: int
+    num_trainable: int
+
+    def memory_gib(self, is_rl: bool) -> float:
+        """Fixed memory: fp32 weights (4 bytes), for what is trained a gradient and two moments (12), and in RL the
+        sampler's copy in 16 bit. Full fine-tuning: 16 bytes a parameter, 128 GB for 8B."""
+        sampler = 2.0 * self.num_parameters if is_rl else 0.0
+        return (4.0 * self.num_parameters + 12.0 * self.num_trainable + sampler) / 2**30
+
+    def checkpoints_gib(self) -> float:
+        """Disk that one unfinished run may take."""
+        return CHECKPOINT_BYTES * CHECKPOINTS_KEPT * self.num_trainable / 2**30
+
+
+def sizes(configs: Sequence[RunConfig], cache: Path) -> list[Size]:
+    """The size of each run, a model's shapes read once. Raises ConfigError for a model that cannot be read."""
+    known: dict[object, Size] = {}
+    for config in configs:
+        key = (config.model, config.method)
+        if key not in known:
+            known[key] = _size(config, cache)
+    return [known[(config.model, config.method)] for config in configs]
+
+
+def _size(config: RunConfig, cache: Path) -> Size:
+    if config.model.source is ModelSource.bundled:  # without torch: it takes seconds to import
+        return Size(BUNDLED_PARAMETERS, BUNDLED_PARAMETERS)
+    from experiments import adapters, models
+
+    shapes = models.empty_model(config.model, cache)
+    total = sum(p.numel() for p in shapes.parameters())
+    full = config.method.kind is MethodKind.full
+    return Size(total, total if full else adapters.num_trainable(shapes, config.method))
+
+
+def class_of(config: RunConfig, size: Size, cluster: Cluster) -> ResourceClass:
+    """The first class of the profile whose memory holds the run; the last where none does, which preflight refuses."""
+    need_gib = size.memory_gib(config.is_rl)
+    for candidate in cluster.classes:
+        if holds(candidate, size, need_gib):
+            return candidate
+    return cluster.classes[-1]
+
+
+def holds(candidate: ResourceClass, size: Size, need_gib: float) -> bool:
+    """Whether a class has the memory that a run fixes, and a GPU where the model wants one."""
+    if candidate.gpus:
+        return need_gib <= USABLE_FRAC * candidate.gpus * candidate.gpu_gib
+    return size.num_parameters <= CPU_PARAMETERS and not (0 < candidate.memory_gib < need_gib)
+
+
+def larger(name: str, cluster: Cluster) -> ResourceClass | None:
+    """The next class after the one called ``name``, None after the largest or for a name that has gone."""
+    names = [c.name for c in cluster.classes]
+    at = names.index(name) + 1 if name in names else len(names)
+    return cluster.classes[at] if at < len(names) else None
+
+
+def pack(run_ids: Sequence[str], runs_per_task: int) -> list[list[str]]:
+    """Tasks of at most ``runs_per_task`` runs. The runs come longest first and are dealt out in turn, so that
+    tasks are about equally long."""
+    num_tasks = -(-len(run_ids) // runs_per_task)
+    return [list(run_ids[k::num_tasks]) for k in range(num_tasks)]
+
+
+def chunks(tasks: Sequence[list[str]], max_array_size: int) -> list[Sequence[list[str]]]:
+    """Arrays of at most ``max_array_size`` tasks."""
+    return [tasks[at : at + max_array_size] for at in range(0, len(tasks), max_array_size)]
+
+
+def disk_gib(all_sizes: Sequence[Size], cluster: Cluster) -> float:
+    """Disk for the checkpoints of the runs that are unfinished at the same time: the largest ones, at worst."""
+    largest = sorted((size.checkpoints_gib() for size in all_sizes), reverse=True)
+    return sum(largest[: cluster.at_once or len(largest)]) + cluster.spare_gib
+
+
+def task_launch(launch: LaunchConfig) -> LaunchConfig:
+    """The launch settings as a task reads them: it may start in another directory."""
+    from dataclasses import replace
+
+    return replace(launch, root=str(Path(launch.root).resolve()))
