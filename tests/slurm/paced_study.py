@@ -14,7 +14,7 @@ from typing import Any
 
 from experiments.compose import parse
 from experiments.config import LaunchConfig, RunConfig, run_id
-from experiments.manifests import write_study
+from experiments.manifests import list_studies, write_study
 from slurm import submit
 from slurm.cluster import Cluster, ResourceClass
 from slurm.follow import Follower
@@ -29,7 +29,7 @@ CLUSTER = Cluster(
 )  # fmt: skip
 
 
-def paced_configs(num: int = 12, steps: int = 20, step_s: float = 0.1, sampling: int = 0) -> dict[str, RunConfig]:
+def paced_configs(num: int = 12, steps: int = 14, step_s: float = 0.1, sampling: int = 0) -> dict[str, RunConfig]:
     config, _ = parse(["scale=mini", f"optim.steps={steps}", f"optim.lr={step_s}", f"seed.sampling={sampling}"])
     found = [replace(config, seed=replace(config.seed, init=k)) for k in range(num)]
     return {run_id(c): c for c in found}
@@ -41,8 +41,9 @@ def paced_batch(
     """A launcher, after its preflight. Its events are kept in ``events`` unless they are handled."""
     configs = configs or paced_configs()
     follower = Follower.prepared("paced", "mini", configs, LaunchConfig(root=str(root)), cluster)
-    write_study(root, "paced", "mini", {"title": "Paced", "settings": {}, "run_ids": list(configs),
-                                        "configs": {}})  # fmt: skip
+    if ("paced", "mini") not in list_studies(root):
+        manifest = {"title": "Paced", "settings": {}, "run_ids": list(configs), "configs": {}}
+        write_study(root, "paced", "mini", manifest)
     follower.events = []  # type: ignore[attr-defined]
     follower.on_event = on_event or (lambda *event: follower.events.append(event))  # type: ignore[attr-defined]
     return follower

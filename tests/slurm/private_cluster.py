@@ -210,6 +210,10 @@ class PrivateCluster:
         """Pids of the slurmstepds; they write their title over their environment, so by their open files."""
         return [pid for pid in _pids() if _read(pid, "comm").strip() == "slurmstepd" and self._has_open(pid)]
 
+    def children(self, parent: int) -> list[int]:
+        """Pids whose parent it is."""
+        return [pid for pid in _pids() if f"\nPPid:\t{parent}\n" in _read(pid, "status")]
+
     def _run(self, *command: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=60, check=False)
 

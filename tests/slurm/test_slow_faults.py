@@ -1,0 +1,182 @@
+"""Faults that take a cluster minutes to notice, or that take a daemon away."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from paced_study import CLUSTER, paced_batch, paced_configs
+from private_cluster import PrivateCluster
+from test_faults import check_complete, following, notes, said, steps_of, wait_for
+
+from slurm.cancel import cancel
+from slurm.follow import Follower
+from slurm.status import lines
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+
+def test_preempted_study_resumes(paced: None, cluster: PrivateCluster, store_root: Path) -> None:
+    study = paced_batch(store_root, cluster=replace(CLUSTER, partition="low"))
+    with following(study):
+        wait_for(lambda: steps_of(study) > 28)
+        cluster.sh("sbatch", "--partition=main", "--nodes=4", "--exclusive", "--time=1", "--output=/dev/null",
+                   "--wrap", "sleep 2")  # fmt: skip
+    check_complete(study)
+    assert notes(study).count("resumed from step") == 4 and not said(study, "lost")
+    assert len(study.ledger.entries()) == 1
+
+
+def test_time_limit_is_the_normal_life_of_a_long_run(paced: None, store_root: Path) -> None:
+    """Two minutes of steps under a limit of one: warned, checkpointed, requeued, until it is done."""
+    brief = replace(CLUSTER.classes[0], time_min=1, runs_per_task=1)
+    study = paced_batch(store_root, paced_configs(num=2, steps=100, step_s=1.0), replace(CLUSTER, classes=(brief,)))
+    with following(study):
+        pass
+    check_complete(study)
+    assert "resumed from step" in notes(study) and not said(study, "failed")
+
+
+def test_killed_step_daemon_is_noticed_by_the_node(study: Follower, cluster: PrivateCluster) -> None:
+    """The only step of a job is its batch step: its daemon dies, the task goes on as an orphan and keeps its lock."""
+    with following(study):
+        wait_for(lambda: steps_of(study) > 28)
+        os.kill(cluster.step_daemon_pids()[0], signal.SIGKILL)
+    check_complete(study)
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_killed_batch_step_with_its_daemon(study: Follower, cluster: PrivateCluster, alive: bool) -> None:
+    """The batch step is the task itself; ``alive`` False: its daemon dies too, so that nobody can report it."""
+    with following(study):
+        wait_for(lambda: steps_of(study) > 28)
+        daemon = cluster.step_daemon_pids()[0]
+        (task,) = cluster.children(daemon)
+        if not alive:
+            os.kill(daemon, signal.SIGKILL)
+        os.kill(task, signal.SIGKILL)
+    check_complete(study)
+    assert "resumed from step" in notes(study)
+
+
+def test_node_down_moves_its_runs(study: Follower, cluster: PrivateCluster) -> None:
+    with following(study):
+        wait_for(lambda: steps_of(study) > 28)
+        cluster.fail_node("n2")
+    check_complete(study)
+    assert "resumed from step" in notes(study)
+
+
+def test_dead_node_daemon_with_its_task_alive(paced: None, cluster: PrivateCluster, store_root: Path) -> None:
+    """The task of a node that Slurm has given up still writes; the one that replaces it waits for it or takes over."""
+    study = paced_batch(store_root, paced_configs(steps=150, step_s=0.3))
+    with following(study):
+        wait_for(lambda: steps_of(study) > 28)
+        cluster.kill("slurmd.n3")
+    check_complete(study)
+    assert any("start 1" in study.ledger.log_path(study.ledger.entries()[0], k).read_text() for k in range(4))
+
+
+def test_controller_is_killed_and_comes_back(study: Follower, cluster: PrivateCluster, capfd: object) -> None:
+    with following(study):
+        wait_for(lambda: steps_of(study) > 10)
+        cluster.kill("slurmctld")
+        begun = time.monotonic()
+        assert "what follows is from the store alone" in lines(study.batch.root)[0]
+        assert time.monotonic() - begun < 11  # slurm.status.STATUS_CALL_S
+        time.sleep(8)
+        cluster.start("slurmctld")
+    check_complete(study)
+    assert len(study.ledger.entries()) == 1 and not said(study, "lost")
+
+
+def test_accounting_is_down_all_the_time(study: Follower, cluster: PrivateCluster) -> None:
+    cluster.kill("slurmdbd")
+    with following(study):
+        wait_for(lambda: steps_of(study) > 28)
+        os.kill(cluster.job_pids("-m paced")[0], signal.SIGKILL)
+    check_complete(study)
+    assert said(study, "lost")
+
+
+def test_whole_array_cancelled(study: Follower, cluster: PrivateCluster) -> None:
+    with following(study):
+        wait_for(lambda: steps_of(study) > 20)
+        num_tasks, jobs = cancel(study.batch.root, "paced")
+        assert num_tasks == 4 and len(jobs) == 1
+    assert len(said(study, "failed")) == 12 and "12 cancelled" in lines(study.batch.root)[0]
+    again = paced_batch(study.batch.root)
+    with following(again):
+        pass
+    check_complete(again)
+    assert "resumed from step" in notes(again)  # what was told to end had checkpointed
+
+
+def test_memory_death_goes_one_class_up_once(paced: None, store_root: Path) -> None:
+    roomy = replace(CLUSTER.classes[0], runs_per_task=1)
+    study = paced_batch(
+        store_root, paced_configs(num=2, sampling=99), replace(CLUSTER, classes=(roomy, CLUSTER.classes[1]))
+    )
+    with following(study):
+        pass
+    check_complete(study)
+    assert ["out of memory" in cause and "in class small; trying again in class large" in cause
+            for cause in said(study, "lost")] == [True, True]  # fmt: skip
+    assert [entry.resources for entry in study.ledger.entries()] == ["small", "large"]
+
+
+def test_memory_death_in_the_largest_class_is_the_end(paced: None, store_root: Path) -> None:
+    study = paced_batch(store_root, paced_configs(num=1, sampling=99), replace(CLUSTER, classes=CLUSTER.classes[:1]))
+    with following(study):
+        pass
+    (cause,) = said(study, "failed")
+    assert cause.startswith("out of memory") and cause.endswith("in class small, the largest")
+
+
+def test_run_that_cannot_be_trained_fails_once(paced: None, store_root: Path) -> None:
+    study = paced_batch(store_root, paced_configs(num=3, sampling=98))
+    with following(study):
+        pass
+    assert said(study, "failed") == ["RuntimeError: cannot be trained"] * 3 and len(study.ledger.entries()) == 1
+
+
+def test_task_that_cannot_start_is_given_up(paced: None, store_root: Path) -> None:
+    study = paced_batch(store_root, cluster=replace(CLUSTER, setup=("echo no such module >&2; exit 1",)))
+    with following(study):
+        pass
+    assert len(study.ledger.entries()) == 3
+    assert set(said(study, "failed")) == {"its job died (no such module), 3 times"}
+
+
+@pytest.mark.parametrize("trouble", ["read-only", "full"])
+def test_store_in_trouble_for_twenty_seconds(
+    paced: None, cluster: PrivateCluster, tmp_path: Path, trouble: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", mount], check=False).returncode:
+        pytest.skip("may not mount")
+    try:
+        patient = replace(CLUSTER, retry_pause_s=8.0)
+        study = paced_batch(mount / "runs", paced_configs(steps=100), patient)
+        with following(study):
+            wait_for(lambda: steps_of(study) > 60)
+            if trouble == "full":
+                with (mount / "ballast").open("wb") as file, pytest.raises(OSError):
+                    while True:
+                        file.write(b"x" * 4096)
+                        file.flush()
+            else:
+                subprocess.run(["mount", "-o", "remount,ro", mount], check=False)
+            time.sleep(20)
+            (mount / "ballast").unlink() if trouble == "full" else subprocess.run(
+                ["mount", "-o", "remount,rw", mount], check=True
+            )
+        check_complete(study)
+    finally:
+        subprocess.run(["umount", "-l", mount], check=False)
