@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from experiments.config import LaunchConfig, MethodKind, ModelSource, RunConfig
+import experiments
+from experiments.config import LaunchConfig, MethodKind, ModelConfig, ModelSource, RunConfig
 from slurm.cluster import Cluster, ResourceClass
 
+BASES_DIR = Path(experiments.__file__).resolve().parent / "bases"
 CPU_PARAMETERS = 200_000_000
 """The largest model that is trained without a GPU (SmolLM2-135M takes hours)."""
 USABLE_FRAC = 0.8
 """Of a device's memory: the rest is for activations and logits. A guess; a run that dies of memory goes one size up."""
-BUNDLED_PARAMETERS = 10_000_000
-"""More than any base that the repository ships has."""
 CHECKPOINT_BYTES = 12
 """Per trained parameter: the weight and two moments of AdamW, in fp32."""
 CHECKPOINTS_KEPT = 3
@@ -50,14 +50,21 @@ def sizes(configs: Sequence[RunConfig], cache: Path) -> list[Size]:
 
 
 def _size(config: RunConfig, cache: Path) -> Size:
-    if config.model.source is ModelSource.bundled:  # without torch: it takes seconds to import
-        return Size(BUNDLED_PARAMETERS, BUNDLED_PARAMETERS)
+    if config.model.source is ModelSource.bundled:  # from the size of the file, without torch, which takes seconds
+        total = bundled_bytes(config.model) // 4
+        return Size(total, total)
     from experiments import adapters, models
 
     shapes = models.empty_model(config.model, cache)
     total = sum(p.numel() for p in shapes.parameters())
     full = config.method.kind is MethodKind.full
     return Size(total, total if full else adapters.num_trainable(shapes, config.method))
+
+
+def bundled_bytes(model: ModelConfig) -> int:
+    """Size of a shipped base's weights in fp32; 0 for an unknown one, which is refused elsewhere."""
+    weights = BASES_DIR / model.path / "model.safetensors"
+    return weights.stat().st_size if weights.is_file() else 0
 
 
 def class_of(config: RunConfig, size: Size, cluster: Cluster) -> ResourceClass:
@@ -103,6 +110,4 @@ def disk_gib(all_sizes: Sequence[Size], cluster: Cluster) -> float:
 
 def task_launch(launch: LaunchConfig) -> LaunchConfig:
     """The launch settings as a task reads them: it may start in another directory."""
-    from dataclasses import replace
-
     return replace(launch, root=str(Path(launch.root).resolve()))

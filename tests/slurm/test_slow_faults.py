@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -159,7 +160,7 @@ def test_store_in_trouble_for_twenty_seconds(
 ) -> None:
     mount = tmp_path / "mount"
     mount.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", mount], check=False).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", mount], check=False).returncode:
         pytest.skip("may not mount")
     try:
         patient = replace(CLUSTER, retry_pause_s=8.0)
@@ -168,9 +169,12 @@ def test_store_in_trouble_for_twenty_seconds(
             wait_for(lambda: steps_of(study) > 60)
             if trouble == "full":
                 with (mount / "ballast").open("wb") as file, pytest.raises(OSError):
-                    while True:
-                        file.write(b"x" * 4096)
-                        file.flush()
+                    for size in [1 << 20] * 256 + [4096] * 256:
+                        with contextlib.suppress(OSError):
+                            file.write(b"x" * size)
+                            file.flush()
+                    file.write(b"x" * 4096)
+                    file.flush()
             else:
                 subprocess.run(["mount", "-o", "remount,ro", mount], check=False)
             time.sleep(20)
