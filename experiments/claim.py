@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import socket
 import time
@@ -55,10 +56,17 @@ class ResumePoint:
 
 
 class RunWriter:
-    """The one writer of a run directory, holding its lock. Made by ``claim``."""
+    """The one writer of a run directory, holding its lock. Made by ``claim``.
 
-    def __init__(self, path: Path, lock: Any) -> None:
+    On a shared file system a lock ends with the lease of its machine: a machine that was cut off from the others
+    may come back and go on writing a run that was given to another one. So every write first looks whether the lock
+    file still names this attempt, and raises Busy if not; what such an attempt appends before it notices goes to the
+    file that its successor has replaced.
+    """
+
+    def __init__(self, path: Path, lock: Any, owner: str = "") -> None:
         self.path = path
+        self.owner = owner
         self.notes: list[str] = []
         self.mirrors: list[Callable[[Mapping[str, Any]], None]] = []
         self._lock = lock
@@ -101,8 +109,16 @@ class RunWriter:
             rows, _ = read_rows(file)
             write_atomic(file, "".join(_row(row) for row in rows if row["step"] <= step))
 
+    def check_owner(self) -> None:
+        """Raises Busy if another process has taken this run over."""
+        with explained(self.path / "lock"):
+            found = (self.path / "lock").read_text(encoding="utf-8")
+        if self.owner and found != self.owner:
+            raise Busy(f"{self.path.name}: taken over by {found.strip() or 'another process'}")
+
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one row to metrics.jsonl and flush it to the operating system."""
+        self.check_owner()
         with explained(self.path / "metrics.jsonl"):
             if self._metrics is None:
                 self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
@@ -122,6 +138,7 @@ class RunWriter:
 
     def finish(self, summary: Mapping[str, Any]) -> dict[str, Any]:
         """Commit the run: metrics to disk, then summary.json; checkpoints are dropped afterwards."""
+        self.check_owner()
         if self._metrics is not None:
             os.fsync(self._metrics.fileno())
             self._metrics.close()
@@ -157,7 +174,8 @@ def claim(root: Path, run_id: str, config: Mapping[str, Any]) -> Iterator[RunWri
             raise Busy(f"{run_id}: being written by {lock.read().strip() or 'another process'}")
         lock.seek(0)
         lock.truncate()
-        lock.write(f"pid {os.getpid()} on {socket.gethostname()}")
+        owner = f"pid {os.getpid()} on {socket.gethostname()}, attempt {secrets.token_hex(8)}"
+        lock.write(owner)
         lock.flush()
         if (path / "config.json").exists():
             document = read_json(path / "config.json")
@@ -167,7 +185,7 @@ def claim(root: Path, run_id: str, config: Mapping[str, Any]) -> Iterator[RunWri
                 raise StoreError(f"{run_id}: the store holds another configuration: {'; '.join(differing)}")
         else:
             write_json(path / "config.json", {"format": FORMAT, "run_id": run_id, "config": config})
-        writer = RunWriter(path, lock)
+        writer = RunWriter(path, lock, owner)
         yield writer
     finally:
         lock.close()

@@ -69,7 +69,7 @@ def execute(config: RunConfig, launch: LaunchConfig, progress: Any = None) -> di
                 writer.mirrors.append(tracker.log)
                 writer.write("provenance.json", provenance.collect(config=encode(config)))
                 summary = _flow(config)(config, launch, writer, progress or recorder.Progress())
-        except (recorder.Interrupted, ConfigError):
+        except (recorder.Interrupted, ConfigError, claim.Busy):
             raise
         except BaseException as error:
             with contextlib.suppress(store.StoreError):  # where the disk is full even this cannot be written
