@@ -1,7 +1,7 @@
 # Does LoRA match full fine-tuning? Every target sets up what it needs on first use.
-# Options:  SCALE=mini|smol|paper  CLUSTER=auto|local|slurm  DRY=1  ARGS='optim.steps=50 ...'
+# Options:  SCALE=mini|smol|paper  CLUSTER=auto|local|<profile of conf/cluster>  DRY=1  DETACH=1  ARGS='optim.steps=50 ...'
 .DEFAULT_GOAL := help
-.PHONY: help setup sweep-% plan-% sweep-rl studies exact verdict status figures bases smol vllm reference lint type test test-vllm
+.PHONY: help setup sweep-% plan-% sweep-rl studies exact verdict status cancel collect figures bases smol vllm reference lint type test test-vllm test-slurm
 
 SCALE ?= mini
 CLUSTER ?= auto
@@ -15,12 +15,12 @@ PY_VLLM := .venv-vllm/bin/python
 READY_VLLM := .venv-vllm/.ready
 PIP_VLLM = $(PY_VLLM) -m pip install -qq -c constraints-vllm.txt
 export OMP_NUM_THREADS ?= 1
-LAUNCH = $(PY) -m sweeps.launch $* --scale $(SCALE) --cluster $(CLUSTER) launch.root=$(ROOT) $(ARGS)
+LAUNCH = $(PY) -m sweeps.launch $* --scale $(SCALE) --cluster $(CLUSTER) $(if $(DETACH),--detach) launch.root=$(ROOT) $(ARGS)
 DRAW = $(PY) -m analysis.figures --root $(ROOT)
 
 help: ## list the targets
 	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
-	@echo "  options: SCALE=mini|smol|paper  CLUSTER=auto|local|slurm  DRY=1  ROOT=runs  ARGS='optim.steps=50'"
+	@echo "  options: SCALE=mini|smol|paper  CLUSTER=auto|local|PROFILE  DRY=1  DETACH=1  ROOT=runs  ARGS='optim.steps=50'"
 
 setup: $(READY) ## create .venv with the pinned dependencies
 $(READY): pyproject.toml constraints.txt
@@ -31,17 +31,17 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 sweep-%: $(READY) ## run a study and draw its figures, e.g. make sweep-lr
-	@$(if $(DRY),$(LAUNCH) --dry,$(LAUNCH) && $(DRAW) $* --scale $(SCALE) --overrides $(ARGS))
+	@$(if $(DRY)$(DETACH),$(LAUNCH) $(if $(DRY),--dry),$(LAUNCH) && $(DRAW) $* --scale $(SCALE) --overrides $(ARGS))
 
 plan-%: $(READY) ## what a study (or all) would take: runs, memory, FLOPs, device-hours; ARGS='--price 2.5 ...'
 	@$(PY) -m sweeps.budget $* --scale $(SCALE) launch.root=$(ROOT) $(ARGS)
 
 sweep-rl: sweep-rl-lr ## reinforcement learning: reward against LR, its figures, the verdicts on C17 and C18
-	@$(if $(DRY),,$(PY) -m analysis.verdict --scale $(SCALE) --root $(ROOT) --claims C17 C18)
+	@$(if $(DRY)$(DETACH),,$(PY) -m analysis.verdict --scale $(SCALE) --root $(ROOT) --claims C17 C18)
 
 studies: $(READY) ## run every supervised study, shared runs once; figures and verdicts of what was found
-	@$(PY) -m sweeps.studies --scale $(SCALE) $(if $(DRY),--dry) launch.root=$(ROOT) $(ARGS)
-	@$(if $(DRY),,$(MAKE) -s exact figures verdict SOURCE=--root=$(ROOT))
+	@$(PY) -m sweeps.studies --scale $(SCALE) --cluster $(CLUSTER) $(if $(DRY),--dry) $(if $(DETACH),--detach) launch.root=$(ROOT) $(ARGS)
+	@$(if $(DRY)$(DETACH),,$(MAKE) -s exact figures verdict SOURCE=--root=$(ROOT))
 
 exact: $(READY) ## measure what needs no training: first step, invariance, FLOPs, parameter counts
 	@$(PY) -m experiments.exact --root $(ROOT)
@@ -51,6 +51,12 @@ verdict: $(READY) ## a verdict for each claim, from the committed reference resu
 
 status: $(READY) ## where every study stands
 	@$(PY) -m sweeps.status --root $(ROOT)
+
+cancel: $(READY) ## cancel the jobs of a study on a cluster: make cancel STUDY=lr
+	@$(PY) -m slurm.cancel $(STUDY) --root $(ROOT)
+
+collect: $(READY) ## what became of each unfinished run of a study on a cluster: make collect STUDY=lr
+	@$(PY) -m slurm.collect $(STUDY) --scale $(SCALE) --root $(ROOT)
 
 figures: $(READY) ## redraw all figures from the store alone
 	@$(DRAW)
@@ -88,3 +94,6 @@ test: lint type ## lint, types, unit tests and a tiny sweep through the real ent
 
 test-vllm: $(READY_VLLM) ## the tests that need vLLM, in .venv-vllm
 	$(PY_VLLM) -m pytest -m vllm
+
+test-slurm: $(READY) ## all tests of SLURM, the slow ones too (half an hour; Debian's packages, see .ci/run)
+	$(PY) -m pytest -m slurm

@@ -50,8 +50,8 @@ def sizes(configs: Sequence[RunConfig], cache: Path) -> list[Size]:
 
 
 def _size(config: RunConfig, cache: Path) -> Size:
-    if config.model.source is ModelSource.bundled:  # from the size of the file, without torch, which takes seconds
-        total = bundled_bytes(config.model) // 4
+    if config.model.source is ModelSource.bundled:  # from the size of the file: torch takes seconds to import
+        total = bundled_bytes(config.model) // 2  # shipped in 16 bit
         return Size(total, total)
     from experiments import adapters, models
 
@@ -62,7 +62,7 @@ def _size(config: RunConfig, cache: Path) -> Size:
 
 
 def bundled_bytes(model: ModelConfig) -> int:
-    """Size of a shipped base's weights in fp32; 0 for an unknown one, which is refused elsewhere."""
+    """Size of a shipped base's weights; 0 for an unknown one, which is refused elsewhere."""
     weights = BASES_DIR / model.path / "model.safetensors"
     return weights.stat().st_size if weights.is_file() else 0
 

@@ -25,7 +25,7 @@ def check(wanted: Batch, sizes: Sequence[classes.Size], client: Client) -> int:
         need_gib = size.memory_gib(config.is_rl)
         if not classes.holds(wanted.classes[run], size, need_gib):
             raise ConfigError(
-                f"cluster {cluster.name}: {run} needs {need_gib:.0f} GiB on GPUs before activations; "
+                f"cluster {cluster.name}: {run} needs {need_gib:.3g} GiB of memory before activations; "
                 f"no class has that; add one to conf/cluster/{cluster.name}.yaml"
             )
     for directory in (wanted.root / "slurm", wanted.root / "logs" / "slurm"):

@@ -70,6 +70,21 @@ def test_living_owner_keeps_others_out_and_a_dead_one_does_not(tmp_path: Path) -
         assert (tmp_path / "r-1" / "lock").read_text().startswith(f"pid {os.getpid()} ")
 
 
+def test_attempt_that_was_replaced_writes_no_more(tmp_path: Path) -> None:
+    """A machine that was cut off comes back after its lock has gone to another one."""
+    with claim.claim(tmp_path, "run", {}) as stale:
+        stale.append({"step": 1})
+        (tmp_path / "run" / "lock").unlink()  # the lock of a file system that has given it up
+        with claim.claim(tmp_path, "run", {}) as fresh:
+            fresh.resume_point()
+            fresh.append({"step": 1})
+            for write in (lambda: stale.append({"step": 2}), lambda: stale.finish({"outcome": "finished"})):
+                with pytest.raises(claim.Busy, match="taken over by pid"):
+                    write()
+            assert [row["step"] for row in store.read_metrics(tmp_path / "run")[0]] == [1]
+            assert not (tmp_path / "run" / "summary.json").exists()
+
+
 def test_resume_point_is_the_newest_sound_checkpoint(tmp_path: Path) -> None:
     run = begin(tmp_path)
     with claim.claim(tmp_path, "r-1", CONFIG) as writer:
