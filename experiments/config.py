@@ -281,7 +281,7 @@ class LaunchConfig:
     root: str = "runs"
     micro_batch_size: int = 0  # 0: the whole batch at once
     checkpoint_every_s: float = 20.0
-    workers: int = 0  # 0: one per core
+    workers: int = 0  # 0: one per GPU, or per core where there is none
     wandb: bool = False
     sampler: Engine = Engine.transformers
     sync: Sync = Sync.auto  # how vLLM gets the trainer's weights
@@ -289,7 +289,7 @@ class LaunchConfig:
     def __post_init__(self) -> None:
         require(bool(self.root), "launch.root", self.root, "name a directory")
         require(self.micro_batch_size >= 0, "launch.micro_batch_size", self.micro_batch_size, "0 (whole batch) or more")
-        require(self.workers >= 0, "launch.workers", self.workers, "0 (one per core) or more")
+        require(self.workers >= 0, "launch.workers", self.workers, "0 (one per GPU or core) or more")
         positive("launch.checkpoint_every_s", self.checkpoint_every_s)
 
 

@@ -1,4 +1,4 @@
-"""Local execution: one worker process per core, one torch thread each, fed from one list of points."""
+"""Local execution: one worker process per core, or per GPU where there are any, fed from one list of points."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -19,6 +19,7 @@ from typing import IO, Any
 from experiments.config import LaunchConfig, encode
 from experiments.store import StoreError, explained
 from experiments.worker import ENVIRONMENT
+from sweeps.devices import devices, pinned
 from sweeps.grid import Point
 
 MAX_DEATHS = 2
@@ -39,7 +40,9 @@ class Event:
 class _Worker:
     """One child process and the thread that reads its events."""
 
-    def __init__(self, number: int, log: Path, inbox: queue.SimpleQueue[tuple[_Worker, dict | None]]) -> None:
+    def __init__(
+        self, number: int, log: Path, inbox: queue.SimpleQueue[tuple[_Worker, dict | None]], device: Mapping[str, str]
+    ) -> None:
         self.number = number
         self.point: Point | None = None
         self.ready = False
@@ -51,7 +54,7 @@ class _Worker:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "experiments.worker"],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True,
-                env={**os.environ, **ENVIRONMENT}, start_new_session=True,
+                env={**os.environ, **ENVIRONMENT, **device}, start_new_session=True,
             )  # fmt: skip
         assert self.process.stdout is not None
         threading.Thread(target=self._read, args=(self.process.stdout, inbox), daemon=True).start()
@@ -77,9 +80,9 @@ class _Worker:
 
 
 def num_workers(launch: LaunchConfig, num_points: int) -> int:
-    """One per core this process may use, or ``launch.workers``; never more than there are points."""
+    """One per GPU, or per core this process may use where there is none, or ``launch.workers``; at most one a point."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    return max(1, min(launch.workers or cores, num_points))
+    return max(1, min(launch.workers or len(devices()) or cores, num_points))
 
 
 def run_all(points: Iterable[Point], launch: LaunchConfig, on_event: Callable[[Event], None]) -> None:
@@ -100,6 +103,7 @@ class _Pool:
         self.deaths: dict[str, int] = {}
         self.not_before: dict[str, float] = {}  # busy runs, by the clock
         self.workers: list[_Worker] = []
+        self.devices = devices()
         self.stopping = False
 
     def run(self) -> None:
@@ -125,7 +129,8 @@ class _Pool:
                     worker.process.kill()
 
     def _start(self, number: int) -> _Worker:
-        return _Worker(number, Path(self.launch.root) / "logs" / f"worker-{number}.log", self.inbox)
+        log = Path(self.launch.root) / "logs" / f"worker-{number}.log"
+        return _Worker(number, log, self.inbox, pinned(number, self.devices))
 
     def _assign(self) -> None:
         """Give each idle worker the next point that may start now."""

@@ -8,7 +8,10 @@ from slurm.states import RETRIES, SAID, Fate, Job, Seen, fate, indices, parse_sa
 
 
 def test_queue_is_read_by_name_and_element() -> None:
-    text = "44|0|RUNNING|None|lr-a\n44|1|PENDING|JobArrayTaskLimit|lr-a\n45|N/A|RUNNING|None|other\n46|3|COMPLETED|None|b|c\n"
+    text = (
+        "44|0|RUNNING|None|lr-a\n44|1|PENDING|JobArrayTaskLimit|lr-a\n"
+        "45|N/A|RUNNING|None|other\n46|3|COMPLETED|None|b|c\n"
+    )
     assert parse_squeue(text) == {
         "lr-a": Job(44, {0: Seen("RUNNING", "None"), 1: Seen("PENDING", "JobArrayTaskLimit")}),
         "b|c": Job(46, {3: Seen("COMPLETED", "None")}),

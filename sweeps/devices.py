@@ -1,0 +1,31 @@
+"""The accelerators of this machine, one for each worker; found without torch, which the workers import."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+PATIENCE_S = 30.0
+
+
+def devices() -> tuple[str, ...]:
+    """Names of the GPUs that this process may use, as ``CUDA_VISIBLE_DEVICES`` takes them; none without a driver."""
+    given = os.environ.get(VISIBLE)
+    if given is not None:
+        return tuple(name.strip() for name in given.split(",") if name.strip() not in ("", "-1"))
+    if shutil.which("nvidia-smi") is None:
+        return ()
+    try:
+        asked = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+        found = subprocess.run(asked, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return tuple(found.stdout.split()) if found.returncode == 0 else ()
+
+
+def pinned(number: int, found: Sequence[str]) -> dict[str, str]:
+    """Environment of worker ``number``: it sees one device and no other's. Workers beyond their number share."""
+    return {VISIBLE: found[number % len(found)]} if found else {}

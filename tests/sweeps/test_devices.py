@@ -1,0 +1,63 @@
+"""One GPU for each local worker, on a machine whose driver is played by a script."""
+
+from __future__ import annotations
+
+import queue
+from pathlib import Path
+
+import pytest
+
+from experiments.config import LaunchConfig
+from sweeps import pool
+from sweeps.devices import devices, pinned
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Installs an ``nvidia-smi`` that prints a text and ends with a code."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def install(text: str, code: int = 0) -> None:
+        script = tmp_path / "nvidia-smi"
+        script.write_text(f"#!/bin/sh\nprintf '{text}'\nexit {code}\n")
+        script.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    return install
+
+
+def test_devices_are_the_drivers(driver) -> None:
+    driver("0\\n1\\n2\\n")
+    assert devices() == ("0", "1", "2")
+    assert [pinned(k, devices())["CUDA_VISIBLE_DEVICES"] for k in range(4)] == ["0", "1", "2", "0"]
+
+
+def test_broken_driver_is_no_device(driver) -> None:
+    driver("NVIDIA-SMI has failed", code=9)
+    assert devices() == () and pinned(0, devices()) == {}
+
+
+@pytest.mark.parametrize(("given", "found"), [("2,3", ("2", "3")), ("", ()), ("-1", ()), ("GPU-8a1b", ("GPU-8a1b",))])
+def test_what_is_visible_already_bounds_it(driver, monkeypatch: pytest.MonkeyPatch, given: str, found: tuple) -> None:
+    driver("0\\n1\\n2\\n3\\n")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    assert devices() == found
+
+
+def test_as_many_workers_as_devices(driver) -> None:
+    driver("0\\n1\\n2\\n3\\n4\\n")
+    assert pool.num_workers(LaunchConfig(), 100) == 5
+    assert pool.num_workers(LaunchConfig(), 3) == 3 and pool.num_workers(LaunchConfig(workers=2), 100) == 2
+
+
+def test_worker_is_started_with_its_device_alone(driver, tmp_path: Path) -> None:
+    driver("0\\n1\\n")
+    started = pool._Pool([], LaunchConfig(root=str(tmp_path)), lambda event: None)
+    assert isinstance(started.inbox, queue.SimpleQueue)
+    worker = started._start(1)
+    try:
+        environment = Path(f"/proc/{worker.process.pid}/environ").read_bytes().split(b"\0")
+        assert b"CUDA_VISIBLE_DEVICES=1" in environment and b"OMP_NUM_THREADS=1" in environment
+    finally:
+        worker.process.kill()
+        worker.process.wait()
