@@ -8,6 +8,7 @@ CLUSTER ?= auto
 ROOT ?= runs
 ARGS ?=
 SOURCE ?=
+JOBS ?= 2
 PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/.ready
@@ -90,7 +91,7 @@ type: $(READY) ## mypy
 	$(PY) -m mypy
 
 test: lint type ## lint, types, unit tests and a tiny sweep through the real entry points
-	$(PY) -m pytest
+	$(PY) -m pytest -n $(JOBS) --dist loadgroup
 
 test-vllm: $(READY_VLLM) ## the tests that need vLLM, in .venv-vllm
 	$(PY_VLLM) -m pytest -m vllm

@@ -17,6 +17,13 @@ import torch
 from tiny import tiny_llama, tiny_tokenizer
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several processes (``-n``), a file's tests share its fixtures in one of them, and all of SLURM's a cluster."""
+    for item in items:
+        shared = "slurm" if item.get_closest_marker("slurm") else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(shared))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Where vLLM is missing, its tests are skipped; they fail if REQUIRE_VLLM=1 says that it must be there."""
     if item.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:
