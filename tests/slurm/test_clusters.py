@@ -145,11 +145,8 @@ def test_job_with_a_known_number_and_another_name_is_not_ours(tmp_path: Path, mo
 
 def test_calls_are_bounded_and_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
-    for name, body in (
-        ("scancel", "exit 0"),
-        ("squeue", "sleep 30"),
-        ("sbatch", "echo 'sbatch: error: no' >&2; exit 1"),
-    ):
+    refusal = "echo 'sbatch: error: no' >&2; exit 1"
+    for name, body in (("scancel", "exit 0"), ("squeue", "exec sleep 30"), ("sbatch", refusal)):
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
