@@ -7,6 +7,7 @@ slurm-wlm-mysql-plugin mariadb-server-core. The node count, CPUs and GPUs claime
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import pwd
 import secrets
@@ -22,6 +23,7 @@ from pathlib import Path
 NEEDS = ("munged", "slurmctld", "slurmd", "slurmdbd", "mariadbd", "sbatch", "sacct")
 PATH = os.environ["PATH"] + ":/usr/sbin:/sbin"
 NUM_NODES = 4
+_LIBC = ctypes.CDLL(None)
 
 CONF = """\
 ClusterName=private
@@ -162,7 +164,7 @@ class PrivateCluster:
             (self.dir / "spool" / node).mkdir(exist_ok=True)
         with (self.dir / "log" / f"{daemon}.out").open("ab") as log:
             child = subprocess.Popen([name, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.env,
-                                     start_new_session=True)  # fmt: skip
+                                     start_new_session=True, preexec_fn=_die_with_parent)  # fmt: skip
         self._children[daemon] = child
 
     def kill(self, daemon: str) -> None:
@@ -264,6 +266,11 @@ class PrivateCluster:
         for pid in [*self.step_daemon_pids(), *self._task_pids()]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def _die_with_parent() -> None:
+    """A test run that is killed leaves no daemon behind (Linux: PR_SET_PDEATHSIG)."""
+    _LIBC.prctl(1, signal.SIGKILL)
 
 
 def _pids() -> list[int]:
