@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
-from trl.chat_template_utils import parse_response
+from trl.chat_template_utils import parse_response, supports_tool_calling
 
 from experiments.claim import RunWriter
-from experiments.config import DataSource, RunConfig
+from experiments.config import ConfigError, DataSource, RunConfig
 from experiments.data import dataset, problems, tables
 from experiments.grading import Grade, GraderProcess
 from experiments.rewards import mean_graded
@@ -42,6 +42,12 @@ def environments(config: RunConfig, drawn: Sequence[problems.Problem]) -> Enviro
         return None
     walks = [tables.Walk(**problem.entry) for problem in drawn]
     return lambda: tables.TableEnvironment(walks)
+
+
+def check_tools(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ConfigError for a model whose chat template cannot say a tool's call and answer."""
+    if not supports_tool_calling(tokenizer):
+        raise ConfigError(f"model: {config.model.name!r} is not allowed; its chat template knows no tools")
 
 
 def tools_of(environment: tables.TableEnvironment) -> dict[str, Callable[..., object]]:

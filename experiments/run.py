@@ -101,10 +101,9 @@ def load_data(config: RunConfig, tokenizer: Any) -> None:
     if config.is_rl:
         problems.load(config.data)
         if config.rl.max_tool_calls:
-            from trl.chat_template_utils import supports_tool_calling
+            from experiments.episodes import check_tools
 
-            if not supports_tool_calling(tokenizer):
-                raise ConfigError(f"model: {config.model.name!r} is not allowed; its chat template knows no tools")
+            check_tools(config, tokenizer)
     else:
         dataset.load(config.data, tokenizer)
 

@@ -18,7 +18,7 @@ from tiny import tiny_llama, tiny_tokenizer
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several processes (``-n``), a file's tests share its fixtures in one of them, and all of SLURM's a cluster."""
+    """With several processes (``-n``) one of them runs all of a file, whose fixtures are shared, or all of SLURM's."""
     for item in items:
         shared = "slurm" if item.get_closest_marker("slurm") else str(item.path)
         item.add_marker(pytest.mark.xdist_group(shared))

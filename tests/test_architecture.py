@@ -20,11 +20,11 @@ ALLOWED = {
 BOUNDARIES = {  # library -> the only modules that may import it
     "transformers": {"experiments.models", "experiments.adapters", "experiments.sft", "experiments.shapes",
                      "experiments.pretrain", "experiments.data.dataset", "experiments.data.pool", "experiments.cards",
-                     "experiments.recorder", "experiments.rl"},
+                     "experiments.recorder", "experiments.rl", "experiments.episodes", "experiments.architectures"},
     "datasets": {"experiments.data.dataset", "experiments.rl"},
     "reasoning_gym": {"experiments.data.tasks"},
     "peft": {"experiments.adapters"},
-    "trl": {"experiments.sft", "experiments.rl"},
+    "trl": {"experiments.sft", "experiments.rl", "experiments.episodes"},
     "vllm": {"experiments.vllm_rollouts"},
     "math_verify": {"experiments.grading"},
     "wandb": {"experiments.tracking"},

@@ -125,9 +125,12 @@ def read_jsonl(path: Path, what: str, convert: Callable[[object], T]) -> Iterato
 
 
 def read_hub(path: str, split: str, revision: str, convert: Callable[[object], T], subset: str = "") -> Iterator[T]:
-    """``convert`` of every row of a hub data set."""
-    for row in load_dataset(path, subset or None, split=split, revision=revision or None):
-        yield convert(dict(row))
+    """``convert`` of every row of a hub data set. Raises ConfigError naming the row."""
+    for number, row in enumerate(load_dataset(path, subset or None, split=split, revision=revision or None), start=1):
+        try:
+            yield convert(dict(row))
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise ConfigError(f"data.path: {path} ({split}) row {number}: {error}") from None
 
 
 PAIRS = 'each line is an object with text "prompt" and "completion", or "messages" ending with the assistant\'s'

@@ -55,25 +55,25 @@ def load(config: DataConfig) -> Problems:
 
     Raises ConfigError for a source without verifiable answers, a malformed row (with its line), or too few.
     """
+    num_duplicates = 0
     if config.source is DataSource.reasoning_gym:
         test = _drawn(config, config.num_test, frozenset(), TEST_STREAM)
         train = _drawn(config, config.num_train, frozenset(p.prompt for p in test), 0)
-        num_read = len(test) + len(train)
     elif config.source is DataSource.table_walk:
         train, test = (
             [_walk(walk) for walk in tables.draw_walks(num, config.hops, config.seed, stream)]
             for num, stream in ((config.num_train, 0), (config.num_test, TEST_STREAM))
         )
-        num_read = len(test) + len(train)
     elif config.source in (DataSource.jsonl, DataSource.hub):
         read = list(_rows(config, config.path, config.subset, "train", config.revision))
         elsewhere = [problem for name in config.held_out for problem in _rows(config, *_parts(name))]
-        num_read = len(read) + len(elsewhere)
         order = np.random.default_rng(config.seed).permutation(len(read))
-        shuffled = [read[i] for i in order]
-        test = (elsewhere or shuffled)[: config.num_test]
-        asked = {problem.prompt for problem in [*elsewhere, *test]}
-        train = list({p.prompt: p for p in shuffled if p.prompt not in asked}.values())
+        shuffled = _distinct([read[i] for i in order])
+        held_out = _distinct(elsewhere)
+        test = (held_out or shuffled)[: config.num_test]
+        asked = {problem.prompt for problem in [*held_out, *test]}
+        train = [problem for problem in shuffled if problem.prompt not in asked]
+        num_duplicates = len(read) - len(train) - (0 if held_out else len(test)) + len(elsewhere) - len(held_out)
     else:
         raise ConfigError(f"data.source: {config.source.name!r} is not allowed; rl needs problems with answers")
     if len(train) < config.num_train or len(test) < config.num_test:
@@ -81,7 +81,15 @@ def load(config: DataConfig) -> Problems:
             f"data.num_train: {config.num_train} and data.num_test {config.num_test} were asked for; "
             f"{config.name} has {len(train)} and {len(test)} distinct problems"
         )
-    return Problems(tuple(train[: config.num_train]), tuple(test), num_read - len(train) - len(test))
+    return Problems(tuple(train[: config.num_train]), tuple(test), num_duplicates)
+
+
+def _distinct(found: list[Problem]) -> list[Problem]:
+    """The first problem of each prompt."""
+    unique: dict[str, Problem] = {}
+    for problem in found:
+        unique.setdefault(problem.prompt, problem)
+    return list(unique.values())
 
 
 def _drawn(config: DataConfig, wanted: int, excluded: frozenset[str], stream: int) -> list[Problem]:

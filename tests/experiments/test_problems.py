@@ -174,7 +174,6 @@ def test_repeated_problems_are_trained_on_once(tmp_path: Path) -> None:
     assert "has 9 and 2 distinct problems" in refusal(local(file, 10, 2, held_out=(str(held_out),)))
 
 
-@pytest.mark.xfail(strict=True, reason="load cuts the test split off before it looks for repetitions")
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_repeated_problems_are_tested_once(tmp_path: Path, elsewhere: bool) -> None:
     file = write(tmp_path / "d.jsonl", numbered(0, 20) * 3)
@@ -184,7 +183,6 @@ def test_repeated_problems_are_tested_once(tmp_path: Path, elsewhere: bool) -> N
     assert "distinct problems" in refusal(local(file, 5, 11 if elsewhere else 21, held_out=held_out))
 
 
-@pytest.mark.xfail(strict=True, reason="load counts held-out problems beyond num_test as duplicates")
 def test_held_out_problems_that_are_not_tested_are_no_duplicates(tmp_path: Path) -> None:
     file, other = write(tmp_path / "d.jsonl", numbered(0, 9)), write(tmp_path / "t.jsonl", numbered(20, 40))
     assert problems.load(local(file, 5, 4, held_out=(str(other),))).num_duplicates == 0
@@ -305,7 +303,6 @@ def test_held_out_names_have_four_parts(name: str, parts: tuple[str, str, str, s
     assert problems._parts(name) == parts  # revisions need the hub itself
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="read_hub passes on what the conversion raises")
 def test_malformed_row_of_the_hub_is_one_line(hub: Path) -> None:
     write(hub / "main-train.jsonl", [*numbered(0, 4), {"question": "Q", "answer": ""}])
     config = DataConfig("d", DataSource.hub, path=str(hub), subset="main", num_train=2, num_test=2)
