@@ -62,7 +62,7 @@ def test_defaults_golden() -> None:
 GOLDEN_DEFAULTS = {
     "DataConfig.name": "???", "DataConfig.source": "reasoning_gym", "DataConfig.tasks": [], "DataConfig.path": "",
     "DataConfig.revision": "", "DataConfig.num_train": 4096, "DataConfig.num_test": 256, "DataConfig.max_tokens": 256,
-    "DataConfig.seed": 0, "DataConfig.bits_per_fact": 0, "DataConfig.subset": "", "DataConfig.held_out": [],
+    "DataConfig.seed": 0, "DataConfig.bits_per_fact": 0, "DataConfig.subset": "", "DataConfig.held_out": [], "DataConfig.hops": [],
     "MethodConfig.kind": "lora", "MethodConfig.rank": 16, "MethodConfig.alpha": 32.0,
     "MethodConfig.placement": "all", "MethodConfig.unembed": False, "MethodConfig.dims": 0,
     "MethodConfig.tied": False, "OptimConfig.lr": "???",
@@ -72,7 +72,7 @@ GOLDEN_DEFAULTS = {
     "SeedConfig.init": 0, "SeedConfig.data": 0, "SeedConfig.sampling": 0, "ModelConfig.name": "???",
     "ModelConfig.source": "bundled", "ModelConfig.path": "???", "ModelConfig.revision": "???",
     "ModelConfig.weight_dtype": "float32", "RLConfig.group_size": 0, "RLConfig.max_new_tokens": 16,
-    "RLConfig.grader": "task", "RLConfig.grade_limit_s": 5.0, "RLConfig.eval_samples": 4,
+    "RLConfig.grader": "task", "RLConfig.grade_limit_s": 5.0, "RLConfig.max_tool_calls": 0, "RLConfig.eval_samples": 4,
     "RLConfig.collapsed_below": 0.5, "RLConfig.off_objective": [], "RLConfig.temperature": 1.0, "RLConfig.top_p": 1.0,
     "RLConfig.top_k": 0, "RLConfig.scale_rewards": False, "RLConfig.updates_per_batch": 1, "RLConfig.clip_ratio": 0.0,
 }  # fmt: skip
