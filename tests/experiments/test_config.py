@@ -62,7 +62,8 @@ def test_defaults_golden() -> None:
 GOLDEN_DEFAULTS = {
     "DataConfig.name": "???", "DataConfig.source": "reasoning_gym", "DataConfig.tasks": [], "DataConfig.path": "",
     "DataConfig.revision": "", "DataConfig.num_train": 4096, "DataConfig.num_test": 256, "DataConfig.max_tokens": 256,
-    "DataConfig.seed": 0, "DataConfig.bits_per_fact": 0, "DataConfig.subset": "", "DataConfig.held_out": [], "DataConfig.hops": [],
+    "DataConfig.seed": 0, "DataConfig.bits_per_fact": 0, "DataConfig.subset": "", "DataConfig.held_out": [],
+    "DataConfig.hops": [],
     "MethodConfig.kind": "lora", "MethodConfig.rank": 16, "MethodConfig.alpha": 32.0,
     "MethodConfig.placement": "all", "MethodConfig.unembed": False, "MethodConfig.dims": 0,
     "MethodConfig.tied": False, "OptimConfig.lr": "???",
