@@ -64,7 +64,7 @@ def test_every_arm_is_on_the_figure_and_nothing_overlaps(results: Results, figur
     labels = style.arm_labels(parts.expected_arms(results.study(name))).values()
     text = words(figures[name])
     assert [label for label in labels if label not in text] == []
-    assert text.startswith(f"{CAPTION} n = 3 seeds;")
+    assert text.startswith(f"{CAPTION} n = {results.study(name).runs['seed'].nunique()} seeds;")
     assert "no finished run" not in text and "not yet" not in text
     assert problems(figures[name]) == []
 
