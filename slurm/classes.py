@@ -8,6 +8,7 @@ from pathlib import Path
 
 import experiments
 from experiments.config import LaunchConfig, MethodKind, ModelConfig, ModelSource, RunConfig
+from experiments.cost import state_memory
 from slurm.cluster import Cluster, ResourceClass
 
 BASES_DIR = Path(experiments.__file__).resolve().parent / "bases"
@@ -29,10 +30,10 @@ class Size:
     num_trainable: int
 
     def memory_gib(self, is_rl: bool) -> float:
-        """Fixed memory: fp32 weights (4 bytes), for what is trained a gradient and two moments (12), and in RL the
-        sampler's copy in 16 bit. Full fine-tuning: 16 bytes a parameter, 128 GB for 8B."""
-        sampler = 2.0 * self.num_parameters if is_rl else 0.0
-        return (4.0 * self.num_parameters + 12.0 * self.num_trainable + sampler) / 2**30
+        """Fixed memory: fp32 weights, gradients and moments, and in RL the sampler's copy in 16 bit."""
+        adapter = self.num_trainable < self.num_parameters
+        held = state_memory(self.num_parameters, self.num_trainable, 4.0, adapter, 2.0 if is_rl else 0.0)
+        return held.fixed / 2**30
 
     def checkpoints_gib(self) -> float:
         """Disk that one unfinished run may take."""
