@@ -89,7 +89,7 @@ def load_study(name: str, scale: str, extra: Sequence[str] = ()) -> Study:
         title=document["title"] if named == name else f"{document['title']} ({named})",
         figure=document["figure"],
         claims=tuple(document["claims"]),
-        settings=document["settings"] | {"extra": list(extra)},
+        settings=document["settings"] | {"extra": [word for word in extra if not word.startswith("launch.")]},
         points=tuple(points.values()),
         launch=launch,
     )

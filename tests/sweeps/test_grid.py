@@ -62,3 +62,9 @@ def test_malformed_study_names_its_fields(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "odd.yaml").write_text("title: t\n")
     with pytest.raises(ConfigError, match=r"odd\.yaml: found \['title'\]; a study has exactly the fields"):
         grid.load_study("odd", "mini")
+
+
+def test_where_a_study_was_launched_is_no_setting_of_it() -> None:
+    """Settings are published with the reference results: no path of a machine among them."""
+    study = grid.load_study("early", "mini", ["launch.root=/somewhere/runs", "launch.workers=1", "optim.steps=20"])
+    assert study.manifest()["settings"]["extra"] == ["optim.steps=20"] and study.launch.root == "/somewhere/runs"
