@@ -96,5 +96,5 @@ test: lint type ## lint, types, unit tests and a tiny sweep through the real ent
 test-vllm: $(READY_VLLM) ## the tests that need vLLM, in .venv-vllm
 	$(PY_VLLM) -m pytest -m vllm
 
-test-slurm: $(READY) ## all tests of SLURM, the slow ones too (half an hour; Debian's packages, see .ci/run)
+test-slurm: $(READY) ## all tests of SLURM, the slow ones too (Debian's packages, see .ci/run)
 	$(PY) -m pytest -m slurm

@@ -8,7 +8,6 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 _LLAMA: dict[str, Any] = {"model_type": "llama", "vocab_size": 128_256, "num_key_value_heads": 8}
-_QWEN3: dict[str, Any] = {"model_type": "qwen3", "vocab_size": 151_936, "num_key_value_heads": 8, "head_dim": 128}
 
 
 def _sizes(width: int, ffn: int, num_layers: int, num_heads: int, tied: bool) -> dict[str, Any]:
@@ -20,9 +19,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-3.1-8B": {**_LLAMA, **_sizes(4096, 14_336, 32, 32, tied=False), "head_dim": 128},
     "meta-llama/Llama-3.2-1B": {**_LLAMA, **_sizes(2048, 8192, 16, 32, tied=True), "head_dim": 64},
     "meta-llama/Llama-3.2-3B": {**_LLAMA, **_sizes(3072, 8192, 28, 24, tied=True), "head_dim": 128},
-    "Qwen/Qwen3-8B-Base": {**_QWEN3, **_sizes(4096, 12_288, 36, 32, tied=False)},
     "Qwen/Qwen3-30B-A3B-Base": {
-        **_QWEN3, **_sizes(2048, 6144, 48, 32, tied=False), "model_type": "qwen3_moe", "num_key_value_heads": 4,
+        **_sizes(2048, 6144, 48, 32, tied=False), "model_type": "qwen3_moe", "vocab_size": 151_936,
+        "num_key_value_heads": 4, "head_dim": 128,
         "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
     },
 }  # fmt: skip

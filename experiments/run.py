@@ -7,6 +7,7 @@ returned as it is, a begun one goes on from its newest sound checkpoint.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -25,9 +26,15 @@ RESUMABLE = 130
 
 def prepare_process() -> None:
     """One thread per process (two threads on two busy cores were seen 10 to 30 times slower), and no
-    denormals, which diverging runs make and which are slow. Every process that trains calls it first."""
+    denormals, which diverging runs make and which are slow. Every process that trains calls it first.
+
+    One GPU too, the first in sight: over several, transformers' Trainer would split each batch (DataParallel)
+    and so train on a larger one than the configuration says.
+    """
     import torch
 
+    if torch.cuda.device_count() > 1:  # counting does not start CUDA, which reads the environment when it starts
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,8 +90,6 @@ def judge(ledger: Ledger, place: Place, run: str, seen: Seen | None) -> Finding:
 
 def last_step(run: Path) -> int:
     """The step of the newest whole row of a run's metrics, 0 before there is one."""
-    import json
-
     for line in reversed(tail_of(run / "metrics.jsonl").split("\n")[:-1]):
         try:
             row: dict[str, Any] = json.loads(line)

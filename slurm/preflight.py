@@ -28,6 +28,12 @@ def check(wanted: Batch, sizes: Sequence[classes.Size], client: Client) -> int:
                 f"cluster {cluster.name}: {run} needs {need_gib:.3g} GiB of memory before activations; "
                 f"no class has that; add one to conf/cluster/{cluster.name}.yaml"
             )
+        num_gpus = wanted.classes[run].gpus
+        if num_gpus > 1:
+            raise ConfigError(
+                f"cluster {cluster.name}: {run} needs class {wanted.classes[run].name}, {num_gpus} GPUs "
+                f"({need_gib:.3g} GiB before activations); training over several GPUs is not built yet"
+            )
     for directory in (wanted.root / "slurm", wanted.root / "logs" / "slurm"):
         ensure_root(directory)
     _check_disk(wanted.root, classes.disk_gib(sizes, cluster))

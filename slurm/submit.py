@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.compose import decode
+from experiments.compose import decode, decode_launch
 from experiments.config import ConfigError, LaunchConfig, RunConfig, encode
 from experiments.manifests import read_study
 from experiments.store import StoreError, explained
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         manifest = read_study(Path(given.root), given.study, given.scale)
         configs = {run: decode(manifest["configs"][run]) for run in manifest["run_ids"]}
-        launch = LaunchConfig(root=given.root)
+        launch = decode_launch({**manifest.get("launch", {}), "root": given.root})
         follower = Follower.prepared(given.study, given.scale, configs, launch, load_cluster(given.cluster))
         follower.start()
     except (ConfigError, StoreError, SlurmError) as error:

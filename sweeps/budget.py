@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not good or not math.isfinite(value):
                 raise ConfigError(f"{name}: {value:g} is not allowed; it must be positive (a utilisation: at most 1)")
         studies = _load_all(options)
-        wanted = [s for s in studies if options.study in ("all", s.name)]
+        wanted = studies if options.study == "all" else studies[:1]
         if not wanted:
             raise ConfigError(f"study: {options.study!r} has no scale {options.scale!r}")
         console = Console(highlight=False, soft_wrap=True, width=160)
@@ -162,10 +162,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _load_all(options: argparse.Namespace) -> list[Study]:
     """Every study of the scale, as asked for: runs are shared between them."""
-    if options.study != "all":
-        load_study(options.study, options.scale, options.overrides)  # says what is wrong with it
     studies = []
+    if options.study != "all":  # says what is wrong with it
+        studies.append(load_study(options.study, options.scale, options.overrides))
     for name in known_studies():
+        if name == options.study:
+            continue
         with contextlib.suppress(ConfigError):  # of a study without this scale
             studies.append(load_study(name, options.scale, options.overrides))
     return studies

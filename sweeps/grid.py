@@ -58,6 +58,7 @@ class Study:
             "settings": self.settings,
             "run_ids": [point.run_id for point in self.points],
             "configs": {point.run_id: encode(point.config) for point in self.points},
+            "launch": {name: value for name, value in encode(self.launch).items() if name != "root"},
         }
 
 

@@ -88,3 +88,17 @@ def tiny_overrides(tiny_base: Path, tiny_data: Path, tmp_path: Path) -> list[str
         "data.num_train=64", "data.num_test=16", "optim.steps=8", "optim.batch_size=16", "optim.lr=1e-3",
         f"launch.root={tmp_path / 'runs'}",
     ]  # fmt: skip
+
+
+@pytest.fixture
+def tiny_study(tiny_overrides: list[str]) -> dict[str, Any]:
+    """A study file of 12 tiny runs: two arms, three LRs, two seeds."""
+    return {
+        "title": "Tiny", "figure": "lr", "claims": ["C5"], "settings": {"reference": "full"},
+        "scales": {
+            "mini": {
+                "common": " ".join([*tiny_overrides, "seed.init=0,1"]),
+                "arms": ["method=full optim.lr=1e-3,1e-2,1e-1", "method=lora method.rank=2 optim.lr=1e-2,1e-1,1"],
+            }
+        },
+    }  # fmt: skip

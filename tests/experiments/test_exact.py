@@ -192,4 +192,4 @@ def test_root_that_cannot_be_written_is_one_line_and_exit_2(tmp_path: Path, caps
 
 
 def test_measurements_are_plain_json(c9: dict, c21: dict) -> None:
-    json.dumps([c9, c21], allow_nan=False)
+    assert json.loads(json.dumps([c9, c21], allow_nan=False)) == [c9, c21]

@@ -77,11 +77,18 @@ def test_base_learns_from_what_the_template_writes(tokenizer: PreTrainedTokenize
     assert sum(example.completion.startswith("[") for example in examples) > 30
 
 
+def test_shipped_template_is_the_codes(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert tokenizer.chat_template == shapes.TOOLS_CHAT_TEMPLATE
+    assert tokenizer.response_template == shapes.TOOLS_RESPONSE_TEMPLATE
+
+
 def test_conversations_are_of_mixed_quality() -> None:
     examples = tables.walks(3000, (4,), seed=0)
     second = [e for e in examples if e.prompt.count(shapes.USER) == 1]
     stopped = sum(not e.completion.startswith("[") for e in second) / len(second)
     assert stopped == pytest.approx(tables.STOP_EARLY, abs=0.03)
+    first = [e for e in examples if shapes.USER not in e.prompt]
+    assert len(first) == 3000 and all(e.completion.startswith("[") for e in first)  # nobody answers unasked
     last = [e for e in examples if e.prompt.count(shapes.USER) == 4]
     assert last and all(not e.completion.startswith("[") for e in last)
 

@@ -6,15 +6,17 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from paced_study import CLUSTER, paced_configs
 
 from experiments.compose import parse
-from experiments.config import ConfigError, LaunchConfig
+from experiments.config import ConfigError, Engine, LaunchConfig
+from experiments.manifests import write_study
 from experiments.store import StoreError
-from slurm import classes, submit
+from slurm import classes, follow, submit
 from slurm import cluster as profiles
 from slurm.classes import Size, class_of, larger, pack
 from slurm.client import Client, SlurmDown, SlurmError
@@ -22,6 +24,7 @@ from slurm.judge import Snapshot, judge, look
 from slurm.ledger import Ledger, Place
 from slurm.states import Fate, Job, Seen
 from slurm.task import serve_all
+from sweeps.grid import load_study
 
 BILLION = 1_000_000_000
 
@@ -185,3 +188,24 @@ def test_too_little_disk_is_one_line(tmp_path: Path) -> None:
     wanted, sizes = submit.batch("lr", "mini", configs, LaunchConfig(root=str(tmp_path)), greedy)
     with pytest.raises(StoreError, match=r"GiB free, checkpoints may take 1000000000\.\d GiB"):
         preflight.check(wanted, sizes, Client())
+
+
+def test_resubmission_keeps_how_the_study_was_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``slurm.submit`` knows a study by its manifest alone, whatever store it lies in by now."""
+    words = ["launch.sampler=vllm", "launch.micro_batch_size=4", "launch.root=/elsewhere"]
+    study = load_study("rl-tools", "mini", words)
+    write_study(tmp_path, study.name, study.scale, study.manifest())
+    found = []
+
+    class Spy:
+        @staticmethod
+        def prepared(*arguments: Any) -> Any:
+            found.append(arguments[3])
+            return Spy()
+
+        def start(self) -> None: ...
+
+    monkeypatch.setattr(follow, "Follower", Spy)
+    assert submit.main(["rl-tools", "--root", str(tmp_path)]) == 0
+    assert found == [LaunchConfig(root=str(tmp_path), micro_batch_size=4, sampler=Engine.vllm)]
+    assert "/elsewhere" not in (tmp_path / "studies" / "rl-tools-mini.json").read_text()

@@ -94,12 +94,13 @@ def notes(study: Follower) -> str:
     return " ".join(note for r in store.scan(study.batch.root)[0] if r.summary for note in r.summary["notes"])
 
 
-def test_requeued_task_goes_on_from_its_checkpoint(study: Follower, cluster: PrivateCluster) -> None:
+def test_requeued_task_goes_on_from_its_checkpoint(paced: None, cluster: PrivateCluster, store_root: Path) -> None:
+    study = paced_batch(store_root, paced_configs(step_s=0.3))  # long enough to be hit on a busy machine
     with following(study):
         wait_for(lambda: steps_of(study) > 20)
+        cluster.sh("scancel", "--batch", "--signal=USR2", elements(study)[2])  # as before a time limit
         for element in elements(study)[:2]:
             cluster.sh("scontrol", "requeue", element)
-        cluster.sh("scancel", "--batch", "--signal=USR2", elements(study)[2])  # as before a time limit
         wait_for(lambda: "checkpointed and requeued" in study.ledger.log_path(study.ledger.entries()[0], 2).read_text())
     check_complete(study)
     assert not said(study, "lost") and len(study.ledger.entries()) == 1

@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -23,22 +24,13 @@ PROVENANCE = ("time", "time_unix_s", "notes")
 
 
 @pytest.fixture
-def study(cluster: PrivateCluster, tiny_overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def study(cluster: PrivateCluster, tiny_study: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A study of 12 tiny runs, and a profile called ``private`` for the private cluster."""
-    document = {
-        "title": "Tiny", "figure": "lr", "claims": ["C5"], "settings": {"reference": "full"},
-        "scales": {
-            "mini": {
-                "common": " ".join([*tiny_overrides, "seed.init=0,1"]),
-                "arms": ["method=full optim.lr=1e-3,1e-2,1e-1", "method=lora method.rank=2 optim.lr=1e-2,1e-1,1"],
-            }
-        },
-    }  # fmt: skip
     profile = {
         "poll_s": 1, "lost_s": 20, "retry_pause_s": 1, "signal_s": 30, "spare_gib": 0.01,
         "classes": {"cpu": {"memory_gib": 1, "time_min": 10, "runs_per_task": 3}},
     }  # fmt: skip
-    for name, content in (("sweeps/tiny.yaml", document), ("cluster/private.yaml", profile)):
+    for name, content in (("sweeps/tiny.yaml", tiny_study), ("cluster/private.yaml", profile)):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(yaml.safe_dump(content))
     monkeypatch.setattr(grid, "SWEEPS_DIR", tmp_path / "sweeps")

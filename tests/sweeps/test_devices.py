@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import queue
 from pathlib import Path
 
 import pytest
+import torch
 
 from experiments.config import LaunchConfig
+from experiments.run import prepare_process
 from sweeps import pool
 from sweeps.devices import devices, pinned
 
@@ -61,3 +64,19 @@ def test_worker_is_started_with_its_device_alone(driver, tmp_path: Path) -> None
     finally:
         worker.process.kill()
         worker.process.wait()
+
+
+@pytest.mark.parametrize(
+    ("num", "given", "left"),
+    [(4, None, "0"), (2, "2,3", "2"), (2, "GPU-8a1b,GPU-9", "GPU-8a1b"), (1, "3", "3"), (0, "", ""), (0, None, None)],
+)
+def test_process_that_trains_sees_one_device(
+    monkeypatch: pytest.MonkeyPatch, num: int, given: str | None, left: str | None
+) -> None:
+    """Over several the Trainer would split, and so enlarge, each batch."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given or "")
+    if given is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num)
+    prepare_process()
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == left

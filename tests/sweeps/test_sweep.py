@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -25,20 +26,11 @@ pytestmark = pytest.mark.sweep
 
 
 @pytest.fixture
-def study(tiny_overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def study(tiny_study: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A study of 12 runs: two arms, three LRs, two seeds."""
-    document = {
-        "title": "Tiny", "figure": "lr", "claims": ["C5"], "settings": {"reference": "full"},
-        "scales": {
-            "mini": {
-                "common": " ".join([*tiny_overrides, "seed.init=0,1"]),
-                "arms": ["method=full optim.lr=1e-3,1e-2,1e-1", "method=lora method.rank=2 optim.lr=1e-2,1e-1,1"],
-            }
-        },
-    }  # fmt: skip
     sweeps = tmp_path / "sweeps"
     sweeps.mkdir()
-    (sweeps / "tiny.yaml").write_text(yaml.safe_dump(document))
+    (sweeps / "tiny.yaml").write_text(yaml.safe_dump(tiny_study))
     monkeypatch.setattr(grid, "SWEEPS_DIR", sweeps)
     return "tiny"
 
