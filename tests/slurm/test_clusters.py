@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -209,3 +210,28 @@ def test_resubmission_keeps_how_the_study_was_launched(tmp_path: Path, monkeypat
     assert submit.main(["rl-tools", "--root", str(tmp_path)]) == 0
     assert found == [LaunchConfig(root=str(tmp_path), micro_batch_size=4, sampler=Engine.vllm)]
     assert "/elsewhere" not in (tmp_path / "studies" / "rl-tools-mini.json").read_text()
+
+
+def test_ledger_has_one_holder(tmp_path: Path) -> None:
+    """Between looking what is in flight and submitting, a second launcher waits."""
+    entered = threading.Event()
+
+    def second() -> None:
+        with Ledger(tmp_path).locked():
+            entered.set()
+
+    thread = threading.Thread(target=second)
+    with Ledger(tmp_path).locked():
+        thread.start()
+        assert not entered.wait(0.3)
+    assert entered.wait(10)
+    thread.join()
+
+
+def test_job_id_that_its_launcher_lost_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its number a job is cancelled and looked up in the accounting."""
+    ledger, place = entry_of(tmp_path, [["a"]])
+    client = Client()
+    monkeypatch.setattr(client, "queue", lambda: {place.entry.name: Job(44, {0: Seen("RUNNING")})})
+    look(client, ledger, [place])
+    assert [entry.job_id for entry in Ledger(tmp_path).entries()] == [44]
