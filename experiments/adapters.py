@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,7 +134,7 @@ def attach(model: PreTrainedModel, method: MethodConfig, seed: SeedConfig) -> nn
             warnings.filterwarnings("ignore", message="The following rank_pattern keys")
             torch.manual_seed(seed.init)
             tiny = method.kind is MethodKind.tiny
-            peft_config = _tiny_config(places, method, seed) if tiny else _lora_config(places, method)
+            peft_config = _tiny_config(places, method, seed) if tiny else lora_config(places, method)
             adapted = get_peft_model(model, peft_config, autocast_adapter_dtype=True)
     _verify(adapted, method, expected)
     return adapted
@@ -151,7 +151,7 @@ def _tiny_config(places: list[Site], method: MethodConfig, seed: SeedConfig) -> 
     )
 
 
-def _lora_config(places: list[Site], method: MethodConfig) -> LoraConfig:
+def lora_config(places: list[Site], method: MethodConfig) -> LoraConfig:
     dense = [site.name for site in places if site.num_experts == 1]
     experts = [site.name for site in places if site.num_experts > 1]
     ranks = {site.rank(method) for site in places if site.num_experts > 1}
@@ -247,14 +247,20 @@ def spectral_norms(model: nn.Module) -> dict[str, float]:
     nothing for full fine-tuning, nor where a factor is not finite. Stacked experts are left out. ||M||
     is the root of the largest eigenvalue of the R x R Gram matrix, in float64: cheap at any width.
     """
+    trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    return factor_norms((name, p) for name, p in trained if ".lora_" in name and ".experts." not in name)
+
+
+@torch.no_grad()
+def factor_norms(factors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
+    """``spectral_norms`` of named factors: A (r, i) if the name has ``.lora_A``, else B (o, r)."""
     norms: dict[str, list[float]] = {"A": [], "B": []}
-    for name, parameter in model.named_parameters():
-        if ".lora_" in name and parameter.requires_grad and ".experts." not in name:
-            factor = parameter.double()
-            gram_RR = factor @ factor.T if ".lora_A." in name else factor.T @ factor
-            if not gram_RR.isfinite().all():
-                return {}
-            norms["A" if ".lora_A." in name else "B"].append(float(torch.linalg.eigvalsh(gram_RR)[-1].clamp(min=0)))
+    for name, parameter in factors:
+        factor = parameter.double()
+        gram_RR = factor @ factor.T if ".lora_A" in name else factor.T @ factor
+        if not gram_RR.isfinite().all():
+            return {}
+        norms["A" if ".lora_A" in name else "B"].append(float(torch.linalg.eigvalsh(gram_RR)[-1].clamp(min=0)))
     if not norms["A"]:
         return {}
     a, b = (torch.tensor(norms[factor]).sqrt() for factor in "AB")

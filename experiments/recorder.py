@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl
 
 from experiments.claim import RunWriter
 from experiments.config import LaunchConfig, RunConfig
@@ -80,7 +80,10 @@ class Recorder(TrainerCallback):
                                 (evaluated[0], evaluated[-1]))  # fmt: skip
 
     def on_step_end(self, args, state, control, **kwargs):
-        step = state.global_step
+        return self.after_step(state.global_step, control)
+
+    def after_step(self, step: int, control: TrainerControl) -> TrainerControl:
+        """Record a step; ``control`` says afterwards whether to checkpoint and whether to stop."""
         taken, finite = self.take_row()
         row: dict[str, Any] = {"step": step, **taken}
         if not finite:
@@ -103,7 +106,11 @@ class Recorder(TrainerCallback):
         return control
 
     def on_save(self, args, state, control, **kwargs):
-        seal_checkpoint(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+        self.saved(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+
+    def saved(self, checkpoint: Path) -> None:
+        """Declare a checkpoint complete, its last byte being written."""
+        seal_checkpoint(checkpoint)
         prune_checkpoints(self.writer.path)
         self._saved_at = time.monotonic()
 

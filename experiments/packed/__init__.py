@@ -1,0 +1,1 @@
+"""Many arms trained at once on one frozen base model (see ``train``)."""
