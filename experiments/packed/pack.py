@@ -155,11 +155,10 @@ class Pack:
             elif any(mine):  # on a copy of their rows: nothing of the others is read or written
                 chosen = torch.tensor([k for k, is_on in enumerate(mine) if is_on])
                 self.num_steps[g][chosen] += 1
-                rows = [tensor[chosen] for tensor in (theta, self.ms[g], self.vs[g])]
+                new_theta, m, v = theta[chosen], self.ms[g][chosen], self.vs[g][chosen]
                 settings = Settings(*(value[chosen] for value in vars(self.settings[g]).values()))
-                step_(*rows, grad[chosen], self.num_steps[g][chosen], settings)
-                for tensor, new in zip((theta, self.ms[g], self.vs[g]), rows, strict=True):
-                    tensor[chosen] = new
+                step_(new_theta, m, v, grad[chosen], self.num_steps[g][chosen], settings)
+                theta[chosen], self.ms[g][chosen], self.vs[g][chosen] = new_theta, m, v
                 grad[chosen] = 0.0
         self._refresh()
 

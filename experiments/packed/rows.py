@@ -54,16 +54,16 @@ def lay_out(arms: Sequence[Sequence[dict]]) -> Rows:
     laid = [known.get(id(rows)) or known.setdefault(id(rows), _lay_out_one(rows, n, longest)) for rows in arms]
     m = _up(max(len(one.read) for one in laid))
     num_cells = len(laid[0].grid)
-    arrays = (
-        np.stack([one.ids for one in laid]),
-        np.concatenate([one.grid + k * n for k, one in enumerate(laid)]),
-        np.concatenate([one.cells + k * num_cells for k, one in enumerate(laid)]),
-        np.concatenate([np.arange(one.num_tokens, n) + k * n for k, one in enumerate(laid)]),
-        np.concatenate([_padded(one.read, m, n - 1) + k * n for k, one in enumerate(laid)]),
-        np.stack([_padded(one.targets, m, 0) for one in laid]),
-        np.stack([_padded(np.ones(len(one.targets), np.float32), m, 0) for one in laid]),
-    )
-    return Rows(*map(torch.from_numpy, arrays), longest=longest)
+    arrays = {
+        "ids": np.stack([one.ids for one in laid]),
+        "grid": np.concatenate([one.grid + k * n for k, one in enumerate(laid)]),
+        "cells": np.concatenate([one.cells + k * num_cells for k, one in enumerate(laid)]),
+        "padding": np.concatenate([np.arange(one.num_tokens, n) + k * n for k, one in enumerate(laid)]),
+        "read": np.concatenate([_padded(one.read, m, n - 1) + k * n for k, one in enumerate(laid)]),
+        "targets": np.stack([_padded(one.targets, m, 0) for one in laid]),
+        "weights": np.stack([_padded(np.ones(len(one.targets), np.float32), m, 0) for one in laid]),
+    }
+    return Rows(**{name: torch.from_numpy(array) for name, array in arrays.items()}, longest=longest)
 
 
 class _Laid(NamedTuple):
