@@ -24,6 +24,12 @@ from experiments.objective import RLConfig
 
 
 class Engine(enum.Enum):
+    auto = "auto"  # packed where it can make the run and no GPU is in sight, else trl
+    trl = "trl"  # one run at a time, on TRL's trainers
+    packed = "packed"  # many arms at once (experiments/packed)
+
+
+class SamplerKind(enum.Enum):
     transformers = "transformers"
     vllm = "vllm"
 
@@ -279,11 +285,12 @@ class LaunchConfig:
     """How and where a run is executed. Nothing here can change a result beyond rounding."""
 
     root: str = "runs"
+    engine: Engine = Engine.auto
     micro_batch_size: int = 0  # 0: the whole batch at once
     checkpoint_every_s: float = 20.0
     workers: int = 0  # 0: one per GPU, or per core where there is none
     wandb: bool = False
-    sampler: Engine = Engine.transformers
+    sampler: SamplerKind = SamplerKind.transformers
     sync: Sync = Sync.auto  # how vLLM gets the trainer's weights
 
     def __post_init__(self) -> None:
@@ -368,3 +375,8 @@ def arm_name(method: MethodConfig) -> str:
         return f"tiny{method.dims}{'-tied' if method.tied else ''}"
     placement = "" if method.placement is Placement.all else f"-{method.placement.name}"
     return f"r{method.rank}{placement}{'-unembed' if method.unembed else ''}"
+
+
+def pack_key(config: RunConfig) -> tuple:
+    """Runs of one key can be trained together: they share the base model, the data and the kind of method."""
+    return config.model, config.data, config.method.kind, config.optim.batch_size, config.is_rl

@@ -25,7 +25,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from experiments import adapters, models
 from experiments.claim import RunWriter
-from experiments.config import Dtype, Engine, LaunchConfig, RunConfig
+from experiments.config import Dtype, LaunchConfig, RunConfig, SamplerKind
 from experiments.data import dataset, problems
 from experiments.episodes import TRAIN, Tester, answer_of, environments, sampling_seed
 from experiments.grading import OUTCOMES, Grade, GraderProcess
@@ -135,7 +135,7 @@ class Trainer(GRPOTrainer):
 
 def make_sampler(config: RunConfig, launch: LaunchConfig) -> Sampler:
     """The sampler that the launch asks for. Raises ConfigError where its engine is not installed."""
-    if launch.sampler is Engine.transformers:
+    if launch.sampler is SamplerKind.transformers:
         return TransformersSampler()
     from experiments.vllm_rollouts import VllmSampler  # an extra: imported only where asked for
 

@@ -6,19 +6,17 @@ returned as it is, a begun one goes on from its newest sound checkpoint.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments import claim, store
 from experiments.compose import expand, parse
-from experiments.config import ConfigError, Engine, LaunchConfig, RunConfig, encode, run_id, said
+from experiments.config import ConfigError, Engine, LaunchConfig, RunConfig, SamplerKind, encode, run_id, said
 
 RESUMABLE = 130
 """Exit code after Ctrl-C: everything is on disk, the same command goes on."""
@@ -49,7 +47,7 @@ def check(config: RunConfig, launch: LaunchConfig) -> None:
             f"launch.micro_batch_size: {micro} is not allowed; it must divide optim.batch_size "
             f"({config.optim.batch_size})"
         )
-    if config.is_rl and launch.sampler is Engine.vllm:
+    if config.is_rl and launch.sampler is SamplerKind.vllm:
         from experiments.vllm_rollouts import sync_mode
 
         sync_mode(config, launch)
@@ -62,32 +60,46 @@ def execute(config: RunConfig, launch: LaunchConfig, progress: Any = None) -> di
     Raises claim.Busy if another process writes it, ConfigError and StoreError for bad input,
     recorder.Interrupted after a requested stop. Any other exception is recorded in failure.json first.
     """
-    from experiments import models, provenance, recorder, tracking
+    from experiments import engines, failures, models, provenance, recorder, tracking
 
     root = store.ensure_root(Path(launch.root))
     if store.state_of(root / run_id(config)) != "done":
         check(config, launch)
         load_data(config, models.load_tokenizer(config.model, root / "cache"))
+        if engines.chosen(config, launch) is Engine.packed:
+            return _execute_packed(config, launch, progress or recorder.Progress())
     with claim.claim(root, run_id(config), encode(config)) as writer:
         if writer.summary is not None:  # finished by someone else while we waited for the lock
             return writer.summary
         try:
             with tracking.tracker(config, launch) as tracker:
                 writer.mirrors.append(tracker.log)
-                writer.write("provenance.json", provenance.collect(config=encode(config)))
+                writer.write("provenance.json", provenance.collect(config=encode(config), engine={"name": "trl"}))
                 summary = _flow(config)(config, launch, writer, progress or recorder.Progress())
-        except (recorder.Interrupted, ConfigError, claim.Busy):
-            raise
         except BaseException as error:
-            with contextlib.suppress(store.StoreError):  # where the disk is full even this cannot be written
-                writer.fail(f"{type(error).__name__}: {error}", traceback.format_exc())
-            if store.is_disk_full(error):
-                raise store.StoreError(
-                    f"store: no space left in {root} while {run_id(config)} was written; "
-                    "free some space and run the same command again"
-                ) from error
-            raise
+            raise failures.recorded(error, writer) from error.__cause__
         return writer.finish({**summary, "run_id": run_id(config), "time_unix_s": time.time(), "notes": writer.notes})
+
+
+def _execute_packed(config: RunConfig, launch: LaunchConfig, progress: Any) -> dict[str, Any]:
+    """A pack of one."""
+    from experiments.packed import train
+
+    ends: list[dict[str, Any] | BaseException] = []
+    train.execute(
+        [config],
+        launch,
+        train.Reports(
+            step=lambda _run, step, steps, value: progress.on_step(step, steps, value),
+            ended=lambda _run, summary: ends.append(summary),
+            failed=lambda _run, error: ends.append(error),
+            should_stop=progress.should_stop,
+        ),
+    )
+    (end,) = ends
+    if isinstance(end, BaseException):
+        raise end
+    return end
 
 
 def _flow(config: RunConfig) -> Callable[..., dict[str, Any]]:

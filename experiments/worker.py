@@ -13,13 +13,13 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments.claim import Busy
 from experiments.compose import decode, decode_launch
-from experiments.config import ConfigError, run_id, said
+from experiments.config import ConfigError, Engine, LaunchConfig, RunConfig, pack_key, run_id, said
 from experiments.store import StoreError, log_path
 
 Emit = Callable[..., None]
@@ -64,12 +64,37 @@ def main() -> int:
 
 
 def serve(job: Mapping[str, Any], emit: Emit, should_stop: Callable[[], bool]) -> None:
-    """Execute one job and report how it ended; a failed run never takes the worker with it."""
-    from experiments.recorder import Interrupted, Progress
+    """Execute the runs of one job, together where the engine can, and report how each ended.
+
+    A failed run never takes the worker with it.
+    """
+    from experiments.engines import chosen
+
+    launch = decode_launch(job["launch"])
+    together: dict[tuple, list[RunConfig]] = {}
+    for config in map(decode, job["configs"]):
+        try:
+            packed = len(job["configs"]) > 1 and chosen(config, launch) is Engine.packed
+        except (ConfigError, StoreError) as error:
+            emit(
+                kind="failed",
+                run=run_id(config),
+                cause=str(error),
+                log=str(log_path(Path(launch.root), run_id(config))),
+            )
+            continue
+        if packed:
+            together.setdefault(pack_key(config), []).append(config)
+        else:
+            _serve_one(config, launch, emit, should_stop)
+    for configs in together.values():
+        _serve_pack(configs, launch, emit, should_stop)
+
+
+def _serve_one(config: RunConfig, launch: LaunchConfig, emit: Emit, should_stop: Callable[[], bool]) -> None:
+    from experiments.recorder import Progress
     from experiments.run import execute
 
-    config = decode(job["config"])
-    launch = decode_launch(job["launch"])
     name = run_id(config)
     emit(kind="started", run=name)
     progress = Progress(
@@ -81,27 +106,62 @@ def serve(job: Mapping[str, Any], emit: Emit, should_stop: Callable[[], bool]) -
         with _output_to(log):
             try:
                 summary = execute(config, launch, progress)
-            except (Busy, Interrupted, ConfigError, StoreError):
+            except Exception as error:
+                _print_unknown(error)
                 raise
-            except Exception:
-                traceback.print_exc()
-                raise
-    except Busy as error:
-        emit(kind="busy", run=name, cause=str(error))
-    except Interrupted as error:
-        emit(kind="stopped", run=name, cause=str(error))
     except Exception as error:
+        _emit_failure(name, error, log, emit)
+    else:
+        _emit_end(config, summary, emit)
+
+
+def _serve_pack(
+    configs: Sequence[RunConfig], launch: LaunchConfig, emit: Emit, should_stop: Callable[[], bool]
+) -> None:
+    from experiments.packed import train
+
+    by_name = {run_id(config): config for config in configs}
+    log = log_path(Path(launch.root), next(iter(by_name)))
+
+    def failed(run: str, error: BaseException) -> None:
+        _print_unknown(error)
+        _emit_failure(run, error, log, emit)
+
+    reports = train.Reports(
+        started=lambda run: emit(kind="started", run=run),
+        step=lambda run, step, steps, _value: emit(kind="step", run=run, step=step, steps=steps),
+        ended=lambda run, summary: _emit_end(by_name[run], summary, emit),
+        failed=failed,
+        should_stop=should_stop,
+    )
+    with _output_to(log):
+        train.execute(configs, launch, reports)
+
+
+def _print_unknown(error: BaseException) -> None:
+    """The traceback of an error that a line does not explain, into the log."""
+    from experiments.recorder import Interrupted
+
+    if not isinstance(error, Interrupted | ConfigError | StoreError):
+        traceback.print_exception(error)
+
+
+def _emit_end(config: RunConfig, summary: Mapping[str, Any], emit: Emit) -> None:
+    found = said(config.headline, summary["metrics"][config.headline])
+    emit(kind=summary["outcome"], run=run_id(config), step=summary["step"], found=found, notes=summary.get("notes", []))
+
+
+def _emit_failure(name: str, error: BaseException, log: Path, emit: Emit) -> None:
+    from experiments.recorder import Interrupted
+
+    if isinstance(error, Busy):
+        emit(kind="busy", run=name, cause=str(error))
+    elif isinstance(error, Interrupted):
+        emit(kind="stopped", run=name, cause=str(error))
+    else:
         known = isinstance(error, ConfigError | StoreError)
         cause = str(error) if known else f"{type(error).__name__}: {error}".splitlines()[0]
         emit(kind="failed", run=name, cause=cause, log=str(log))
-    else:
-        emit(
-            kind=summary["outcome"],
-            run=name,
-            step=summary["step"],
-            found=said(config.headline, summary["metrics"][config.headline]),
-            notes=summary.get("notes", []),
-        )
 
 
 @contextlib.contextmanager

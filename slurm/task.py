@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None, serve: Serve | None = None) -> 
         prepare_process()
         serve = serve_run
     print(f"{_element()} on {os.environ.get('SLURMD_NODENAME')}: start {_restarts()}, {len(runs)} runs", flush=True)
-    jobs = [{"config": document["configs"][run], "launch": document["launch"]} for run in runs]
+    jobs = [{"configs": [document["configs"][run]], "launch": document["launch"]} for run in runs]
     num_failed, num_left = serve_all(jobs, serve, lambda: bool(signals))
     if num_left and signal.SIGUSR2 in signals:
         return requeue()

@@ -11,12 +11,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from experiments.config import LaunchConfig, encode
+from experiments.config import LaunchConfig, encode, pack_key
 from experiments.store import StoreError, explained
 from experiments.worker import ENVIRONMENT
 from sweeps.devices import devices, pinned
@@ -24,6 +24,8 @@ from sweeps.grid import Point
 
 MAX_DEATHS = 2
 """How often one run may take its worker with it (out of memory, kill) before it counts as failed."""
+MAX_TOGETHER = 16
+"""Most points given to a worker at once; how many of them it trains at a time is its own to measure."""
 BUSY_PAUSE_S = 1.0
 STOP_PATIENCE_S = 120.0
 
@@ -44,7 +46,7 @@ class _Worker:
         self, number: int, log: Path, inbox: queue.SimpleQueue[tuple[_Worker, dict | None]], device: Mapping[str, str]
     ) -> None:
         self.number = number
-        self.point: Point | None = None
+        self.points: dict[str, Point] = {}  # given to it and not ended
         self.ready = False
         self.log = log
         with explained(log):
@@ -64,14 +66,15 @@ class _Worker:
             inbox.put((self, json.loads(line)))
         inbox.put((self, None))  # the process is gone
 
-    def send(self, point: Point, launch: LaunchConfig) -> None:
-        self.point = point
+    def send(self, points: Sequence[Point], launch: LaunchConfig) -> None:
+        self.points = {point.run_id: point for point in points}
         assert self.process.stdin is not None
+        job = {"configs": [encode(point.config) for point in points], "launch": encode(launch)}
         try:
-            self.process.stdin.write(json.dumps({"config": encode(point.config), "launch": encode(launch)}) + "\n")
+            self.process.stdin.write(json.dumps(job) + "\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            pass  # its death is on its way through the inbox, which requeues the point
+            pass  # its death is on its way through the inbox, which requeues the points
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -109,7 +112,7 @@ class _Pool:
     def run(self) -> None:
         self.workers = [self._start(k) for k in range(num_workers(self.launch, len(self.waiting)))]
         try:
-            while self.waiting or any(w.point for w in self.workers):
+            while self.waiting or any(w.points for w in self.workers):
                 self._assign()
                 try:
                     worker, message = self.inbox.get(timeout=0.2)
@@ -133,16 +136,27 @@ class _Pool:
         return _Worker(number, log, self.inbox, pinned(number, self.devices))
 
     def _assign(self) -> None:
-        """Give each idle worker the next point that may start now."""
+        """Give each idle worker the next points that may start now and can be trained together."""
         for worker in self.workers:
-            if worker.point is not None:
+            if worker.points:
                 continue
-            for _ in range(len(self.waiting)):
-                point = self.waiting.popleft()
-                if self.not_before.get(point.run_id, 0.0) <= time.monotonic():
-                    worker.send(point, self.launch)
-                    break
-                self.waiting.append(point)
+            ready = [p for p in self.waiting if self.not_before.get(p.run_id, 0.0) <= time.monotonic()]
+            if ready:
+                chosen = self._share(ready)
+                for point in chosen:
+                    self.waiting.remove(point)
+                worker.send(chosen, self.launch)
+
+    def _share(self, ready: Sequence[Point]) -> list[Point]:
+        """The first point and others of its kind: half a worker's share, so that all workers end at about one time.
+
+        A point that took its worker with it once is tried by itself: its companions shall not suffer twice.
+        """
+        first = ready[0]
+        if self.deaths.get(first.run_id):
+            return [first]
+        alike = [p for p in ready if pack_key(p.config) == pack_key(first.config) and not self.deaths.get(p.run_id)]
+        return alike[: max(1, min(MAX_TOGETHER, len(alike) // (2 * len(self.workers))))]
 
     def _handle(self, worker: _Worker, message: dict | None) -> None:
         if message is None:
@@ -154,28 +168,26 @@ class _Pool:
             return
         run = message.pop("run")
         if kind not in ("started", "step"):
-            assert worker.point is not None
+            point = worker.points.pop(run)
             if kind == "busy":
                 self.not_before[run] = time.monotonic() + BUSY_PAUSE_S
-                self.waiting.append(worker.point)
+                self.waiting.append(point)
             elif kind == "stopped" and not self.stopping:  # its worker was told to end, not the sweep
-                self.waiting.appendleft(worker.point)
-            worker.point = None
+                self.waiting.appendleft(point)
         self.on_event(Event(kind, run, message))
 
     def _died(self, worker: _Worker) -> None:
-        """Replace a dead worker; its run goes on from its checkpoint, a bounded number of times."""
+        """Replace a dead worker; its runs go on from their checkpoints, a bounded number of times."""
         code = worker.process.wait()
         self.workers.remove(worker)
         if not worker.ready and code > 0:
             raise StoreError(f"worker {worker.number}: cannot start (exit code {code}); see {worker.log}")
-        if worker.point is not None:
-            run = worker.point.run_id
+        cause = f"worker died (signal {-code})" if code < 0 else f"worker ended with code {code}"
+        for run, point in worker.points.items():
             self.deaths[run] = self.deaths.get(run, 0) + 1
-            cause = f"worker died (signal {-code})" if code < 0 else f"worker ended with code {code}"
             log = str(Path(self.launch.root) / "logs" / f"{run}.log")
             if self.deaths[run] <= MAX_DEATHS:
-                self.waiting.appendleft(worker.point)
+                self.waiting.appendleft(point)
                 self.on_event(Event("lost", run, {"cause": f"{cause}; trying again", "log": log}))
             else:
                 self.on_event(Event("failed", run, {"cause": f"{cause} {self.deaths[run]} times", "log": log}))
@@ -190,12 +202,12 @@ class _Pool:
                 worker.process.terminate()
             worker.close()
         deadline = time.monotonic() + STOP_PATIENCE_S
-        while any(w.point for w in self.workers) and time.monotonic() < deadline:
+        while any(w.points for w in self.workers) and time.monotonic() < deadline:
             try:
                 worker, message = self.inbox.get(timeout=0.2)
             except queue.Empty:
                 continue
             if message is None:
-                worker.point = None
+                worker.points = {}
             else:
                 self._handle(worker, message)

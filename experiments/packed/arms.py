@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from experiments import adapters, models
-from experiments.config import MethodKind, RunConfig, run_id
+from experiments.config import MethodKind, RunConfig, SeedConfig, run_id
+from experiments.engines import PACKED_STATE
 from experiments.packed.decoder import Decoder
 from experiments.packed.pack import Arm
 from experiments.packed.stacks import FullLayout, Layout, LoRALayout, Slot
 
-STATE = "arm.safetensors"
 PEFT_WEIGHTS = "adapter_model.safetensors"
 
 
@@ -40,8 +40,6 @@ def fresh(decoder: Decoder, config: RunConfig, cache: Path) -> tuple[Arm, str]:
 
 @lru_cache(maxsize=64)
 def _initial(model_config, method, seed_init, cache, slots, length) -> tuple[Tensor, str]:  # type: ignore[no-untyped-def]
-    from experiments.config import SeedConfig
-
     model = adapters.attach(models.load_model(model_config, cache), method, SeedConfig(init=seed_init))
     return _row(model, slots, length), adapters.init_hash(model)
 
@@ -82,17 +80,12 @@ def save(arm: Arm, directory: Path, cache: Path) -> None:
         config = adapters.lora_config(sites, arm.config.method)
         config.base_model_name_or_path = models.model_directory(arm.config.model, cache)
         config.save_pretrained(str(directory))
-    save_file({"theta": arm.theta, "m": arm.m, "v": arm.v}, directory / STATE)
+    save_file({"theta": arm.theta, "m": arm.m, "v": arm.v}, directory / PACKED_STATE)
     (directory / "arm.json").write_text(json.dumps({"run": arm.name, "num_steps": arm.num_steps}))
 
 
 def restore(arm: Arm, directory: Path) -> Arm:
     """The arm as it was when ``save`` wrote it, into whatever pack it comes."""
-    state = load_file(directory / STATE)
+    state = load_file(directory / PACKED_STATE)
     num_steps = json.loads((directory / "arm.json").read_text())["num_steps"]
     return replace(arm, theta=state["theta"], m=state["m"], v=state["v"], num_steps=num_steps)
-
-
-def is_packed(checkpoint: Path) -> bool:
-    """Whether this engine wrote a checkpoint (the other one cannot go on from it, nor this one from the other's)."""
-    return (checkpoint / STATE).exists()

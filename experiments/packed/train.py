@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 from transformers import TrainerControl
 
-from experiments import adapters, claim, provenance, store, tracking
+from experiments import adapters, claim, failures, provenance, store, tracking
 from experiments.config import ConfigError, LaunchConfig, MethodKind, RunConfig, encode, run_id
 from experiments.data import dataset
 from experiments.losses import IGNORED
@@ -73,7 +72,7 @@ class Member:
 
 
 def execute(configs: Sequence[RunConfig], launch: LaunchConfig, reports: Reports) -> None:
-    """Bring every run to its end. All share model, data, batch size and kind of method (``pack_key``).
+    """Bring every run to its end. All share model, data, batch size and kind of method (``config.pack_key``).
 
     How each run ended is reported: its summary, or the exception that ended it (Busy, Interrupted, ConfigError,
     StoreError as in ``run.execute``; any other is recorded in failure.json first).
@@ -88,11 +87,6 @@ def execute(configs: Sequence[RunConfig], launch: LaunchConfig, reports: Reports
         return
     for _, group in _by_form(session, configs):
         _Engine(session, group, launch, reports).run()
-
-
-def pack_key(config: RunConfig) -> tuple:
-    """Runs of one key can share a pack."""
-    return config.model, config.data, config.method.kind, config.optim.batch_size
 
 
 def _by_form(session: Session, configs: Iterable[RunConfig]) -> list[tuple[bool, list[RunConfig]]]:
@@ -171,8 +165,8 @@ class _Engine:
                 return None
             arm, digest = arms.fresh(session.decoder, config, session.cache)
             writer.mirrors.append(holding.enter_context(tracking.tracker(config, self.launch)).log)
-            engine = {"engine": "packed", "width": self.width, "form": "merged" if self.merged else "factored"}
-            writer.write("provenance.json", {**provenance.collect(config=encode(config)), "execution": engine})
+            engine = {"name": "packed", "width": self.width, "form": "merged" if self.merged else "factored"}
+            writer.write("provenance.json", provenance.collect(config=encode(config), engine=engine))
             recorder = Recorder(
                 config, self.launch, writer, self._progress(name),
                 evaluate=lambda: {"test/nll_nats": self._held_out_nll(name)},
@@ -303,16 +297,13 @@ class _Engine:
         }
 
     def _broken(self, error: BaseException) -> None:
-        """An error that is nobody's in particular: each run again by itself, or recorded if it was alone."""
+        """An error that is no single run's: each again by itself, from its checkpoint; of one alone it is the end."""
         alone = len(self.members) == 1
-        left = [member.config for member in self.members.values()] + list(self.waiting)
+        left = deque([member.config for member in self.members.values()] + list(self.waiting))
         for member in self.members.values():
-            if alone and not isinstance(error, store.StoreError | ConfigError):
-                with contextlib.suppress(store.StoreError):
-                    member.writer.fail(f"{type(error).__name__}: {error}", traceback.format_exc())
+            if alone:
+                self.reports.failed(run_id(left.popleft()), failures.recorded(error, member.writer))
             member.holding.close()
-        if alone:
-            self.reports.failed(run_id(left.pop(0)), error)
         if not isinstance(error, Exception):
             raise error
         for config in left:

@@ -32,7 +32,7 @@ def final_value(config: RunConfig) -> int:
 
 
 def serve(job: Mapping[str, Any], emit: Callable[..., None], should_stop: Callable[[], bool]) -> None:
-    config, launch = decode(job["config"]), decode_launch(job["launch"])
+    config, launch = decode(job["configs"][0]), decode_launch(job["launch"])
     name = run_id(config)
     emit(kind="started", run=name)
     try:

@@ -14,7 +14,7 @@ import yaml
 from paced_study import CLUSTER, paced_configs
 
 from experiments.compose import parse
-from experiments.config import ConfigError, Engine, LaunchConfig
+from experiments.config import ConfigError, LaunchConfig, SamplerKind
 from experiments.manifests import write_study
 from experiments.store import StoreError
 from slurm import classes, follow, submit
@@ -208,7 +208,7 @@ def test_resubmission_keeps_how_the_study_was_launched(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(follow, "Follower", Spy)
     assert submit.main(["rl-tools", "--root", str(tmp_path)]) == 0
-    assert found == [LaunchConfig(root=str(tmp_path), micro_batch_size=4, sampler=Engine.vllm)]
+    assert found == [LaunchConfig(root=str(tmp_path), micro_batch_size=4, sampler=SamplerKind.vllm)]
     assert "/elsewhere" not in (tmp_path / "studies" / "rl-tools-mini.json").read_text()
 
 

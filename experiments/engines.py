@@ -1,0 +1,40 @@
+"""Which engine makes a run: a matter of speed, not of what the run is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from experiments import store
+from experiments.checks import ConfigError
+from experiments.config import Engine, LaunchConfig, RunConfig, run_id
+
+PACKED_STATE = "arm.safetensors"
+"""The file by which a checkpoint of the packed engine is known."""
+
+
+def chosen(config: RunConfig, launch: LaunchConfig) -> Engine:
+    """``trl`` or ``packed``. A begun run goes on with the engine that began it: they keep other checkpoints.
+
+    Raises ConfigError if ``launch.engine`` asks for one that cannot make the run.
+    """
+    root = Path(launch.root)
+    begun = [path for path in store.checkpoints(root / run_id(config)) if store.is_sound(path)]
+    if begun:
+        return Engine.packed if (begun[-1] / PACKED_STATE).exists() else Engine.trl
+    if launch.engine is Engine.trl or (launch.engine is Engine.auto and _slower_packed(config)):
+        return Engine.trl
+    from experiments.packed.session import refusal
+
+    reason = refusal(config, root / "cache")
+    if reason is None:
+        return Engine.packed
+    if launch.engine is Engine.packed:
+        raise ConfigError(f"launch.engine: 'packed' cannot make this run; {reason}")
+    return Engine.trl
+
+
+def _slower_packed(config: RunConfig) -> bool:
+    """On a GPU a single run of any size worth having one keeps it busy, and TRL computes in bfloat16 there."""
+    import torch
+
+    return config.is_rl or torch.cuda.is_available()
