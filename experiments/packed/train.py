@@ -155,7 +155,7 @@ class _Engine:
 
     def _begun(self, config: RunConfig) -> Member | None:
         """Claim a run and bring it to where it stands on disk; None if it is done."""
-        name, session = run_id(config), self.session
+        name = run_id(config)
         root = store.ensure_root(Path(self.launch.root))
         self.reports.started(name)
         with contextlib.ExitStack() as holding:
@@ -163,26 +163,32 @@ class _Engine:
             if writer.summary is not None:
                 self.reports.ended(name, writer.summary)
                 return None
-            arm, digest = arms.fresh(session.decoder, config, session.cache)
-            writer.mirrors.append(holding.enter_context(tracking.tracker(config, self.launch)).log)
-            engine = {"name": "packed", "width": self.width, "form": "merged" if self.merged else "factored"}
-            writer.write("provenance.json", provenance.collect(config=encode(config), engine=engine))
-            recorder = Recorder(
-                config, self.launch, writer, self._progress(name),
-                evaluate=lambda: {"test/nll_nats": self._held_out_nll(name)},
-                measure=lambda: self._norms(name),
-                limit=lambda base: base + config.eval.diverged_nats,
-            )  # fmt: skip
-            resume = writer.resume_point()
-            if resume:
-                arm = arms.restore(arm, resume.checkpoint)
-                recorder.restore(resume.rows)
-            optim = config.optim
-            order = dataset.order(len(session.train), optim.batch_size * optim.steps, config.seed.data)
-            if not resume:
-                recorder.base = recorder.last = {"test/nll_nats": session.base_model_nll()}
-                writer.append({"step": 0, **recorder.base})
-            return Member(config, arm, writer, recorder, order, digest, holding.pop_all(), resume.step if resume else 0)
+            try:
+                writer.mirrors.append(holding.enter_context(tracking.tracker(config, self.launch)).log)
+                return self._resumed(config, writer, holding)
+            except BaseException as error:
+                raise failures.recorded(error, writer) from error.__cause__
+
+    def _resumed(self, config: RunConfig, writer: claim.RunWriter, holding: contextlib.ExitStack) -> Member:
+        name, session, optim = run_id(config), self.session, config.optim
+        engine = {"name": "packed", "width": self.width, "form": "merged" if self.merged else "factored"}
+        writer.write("provenance.json", provenance.collect(config=encode(config), engine=engine))
+        recorder = Recorder(
+            config, self.launch, writer, self._progress(name),
+            evaluate=lambda: {"test/nll_nats": self._held_out_nll(name)},
+            measure=lambda: self._norms(name),
+            limit=lambda base: base + config.eval.diverged_nats,
+        )  # fmt: skip
+        arm, digest = arms.fresh(session.decoder, config, session.cache)
+        resume = writer.resume_point()
+        if resume:
+            arm = arms.restore(arm, resume.checkpoint)
+            recorder.restore(resume.rows)
+        else:
+            recorder.base = recorder.last = {"test/nll_nats": session.base_model_nll()}
+            writer.append({"step": 0, **recorder.base})
+        order = dataset.order(len(session.train), optim.batch_size * optim.steps, config.seed.data)
+        return Member(config, arm, writer, recorder, order, digest, holding.pop_all(), resume.step if resume else 0)
 
     def _progress(self, name: str) -> Progress:
         return Progress(lambda step, steps, value: self.reports.step(name, step, steps, value),

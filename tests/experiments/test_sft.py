@@ -15,12 +15,32 @@ import torch
 
 from experiments import models, sft, store
 from experiments.compose import parse
-from experiments.config import run_id
+from experiments.config import ConfigError, run_id
 from experiments.data import dataset
 from experiments.losses import IGNORED
+from experiments.packed import arms, session, train
+from experiments.packed.rows import lay_out
 from experiments.run import execute, main
 
 LORA, FULL = ["method=lora", "method.rank=4"], ["method=full"]
+
+
+@pytest.fixture(params=["trl", "packed"])
+def engine(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def tiny_overrides(tiny_overrides: list[str], engine: str) -> list[str]:
+    """Whatever engine makes a run, the same is promised of it."""
+    return [*tiny_overrides, f"launch.engine={engine}"]
+
+
+def patch_evaluation(patch: pytest.MonkeyPatch, found: Callable[[], float]) -> None:
+    """Put ``found`` in the place of every held-out evaluation, in both engines."""
+    patch.setattr(sft, "held_out_nll", lambda *_: found())
+    patch.setattr(session.Session, "held_out_nll", lambda *_: found())
+    patch.setattr(session.Session, "base_model_nll", lambda *_: found())
 
 
 def rows_of(overrides: list[str], progress: sft.Progress | None = None) -> list[dict[str, Any]]:
@@ -99,6 +119,7 @@ def test_held_out_nll_is_token_weighted_over_the_test_split(
 ) -> None:
     """Against the sum over examples taken one by one, unpadded; batches are forced to be several."""
     monkeypatch.setattr(sft, "EVAL_TOKENS", 40)
+    monkeypatch.setattr(session, "EVAL_ROWS", 40)
     config, _ = parse(tiny_overrides)
     tokenizer, model = models.load_tokenizer(config.model, tmp_path), models.load_model(config.model, tmp_path).eval()
     total, count = 0.0, 0
@@ -121,11 +142,16 @@ def test_batches_are_those_of_the_seeded_order(tiny_overrides: list[str], monkey
         )
         return real(self, model, inputs, **kwargs)
 
+    def spy_rows(examples: list[list[dict]]) -> Any:
+        seen.extend(list(row["input_ids"]) for row in examples[0])
+        return lay_out(examples)
+
     monkeypatch.setattr(sft.Trainer, "compute_loss", spy)
+    monkeypatch.setattr(train, "lay_out", spy_rows)
     config, launch = parse([*tiny_overrides, "seed.data=5"])
     execute(config, launch)
-    train = dataset.load(config.data, models.load_tokenizer(config.model, Path(launch.root) / "cache")).train
-    assert seen == train.select(dataset.order(len(train), 8 * 16, 5))["input_ids"][:]
+    examples = dataset.load(config.data, models.load_tokenizer(config.model, Path(launch.root) / "cache")).train
+    assert seen == examples.select(dataset.order(len(examples), 8 * 16, 5))["input_ids"][:]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +162,7 @@ def test_divergence_rule(
 ) -> None:
     """Two nats above the base stop a run; ending no better than the base is divergence too."""
     values = iter([3.0])
-    monkeypatch.setattr(sft, "held_out_nll", lambda *_: next(values, 3.0 + above))
+    patch_evaluation(monkeypatch, lambda: next(values, 3.0 + above))
     summary = execute(*parse(tiny_overrides))
     assert (summary["outcome"], summary["step"]) == (outcome, step)
 
@@ -179,7 +205,11 @@ def test_moe_with_lora_trains(tiny_overrides: list[str], tmp_path: Path) -> None
 
     tiny_moe().save_pretrained(tmp_path / "moe")
     tiny_tokenizer().save_pretrained(tmp_path / "moe")
-    rows = rows_of([*tiny_overrides, f"model.path={tmp_path / 'moe'}", "optim.lr=1e-2"])
+    overrides = [*tiny_overrides, f"model.path={tmp_path / 'moe'}", "optim.lr=1e-2"]
+    if "launch.engine=packed" in overrides:
+        with pytest.raises(ConfigError, match="neither llama nor qwen3"):
+            rows_of(overrides)
+    rows = rows_of([*overrides, "launch.engine=auto"])
     assert rows[-1]["test/nll_nats"] < rows[0]["test/nll_nats"]
 
 
@@ -199,11 +229,11 @@ def test_failure_is_recorded_and_resumable(tiny_overrides: list[str], monkeypatc
     config, launch = parse(tiny_overrides)
     run = Path(launch.root) / run_id(config)
 
-    def broken(*_: Any) -> float:
+    def broken() -> float:
         raise RuntimeError("the grader fell over")
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError):
-        patch.setattr(sft, "held_out_nll", broken)
+        patch_evaluation(patch, broken)
         execute(config, launch)
     assert store.read_run(run).state == "failed"
     assert "the grader fell over" in store.read_json(run / "failure.json")["cause"]
@@ -221,6 +251,7 @@ def test_disk_that_fills_up_is_one_line_and_resumable(
 
     with monkeypatch.context() as patch:
         patch.setattr(sft.Trainer, "_save_checkpoint", full)
+        patch.setattr(arms, "save", full)
         assert main([*tiny_overrides, "launch.checkpoint_every_s=1e-6"]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: store: no space left in ") and "run the same command again" in error
