@@ -14,6 +14,7 @@ from peft import LoraConfig, PeftConfig, PeftModel, TinyLoraConfig, get_peft_mod
 from torch import nn
 from transformers import PreTrainedModel
 
+from experiments import ranks
 from experiments.config import ConfigError, MethodConfig, MethodKind, Placement, SeedConfig
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -256,7 +257,7 @@ def factor_norms(factors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float
     """``spectral_norms`` of named factors: A (r, i) if the name has ``.lora_A``, else B (o, r)."""
     norms: dict[str, list[float]] = {"A": [], "B": []}
     for name, parameter in factors:
-        factor = parameter.double()
+        factor = ranks.whole(parameter).double()
         gram_RR = factor @ factor.T if ".lora_A" in name else factor.T @ factor
         if not gram_RR.isfinite().all():
             return {}

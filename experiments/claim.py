@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from experiments.config import filled
 from experiments.store import (
@@ -23,10 +23,13 @@ from experiments.store import (
     checkpoints,
     drift,
     explained,
+    prune_checkpoints,
     read_json,
     read_metrics,
     read_rows,
     read_summary,
+    seal_checkpoint,
+    sealed_by,
     step_of,
     unsound_checkpoints,
     write_atomic,
@@ -55,6 +58,23 @@ class ResumePoint:
     rows: list[dict[str, Any]]
 
 
+class Writer(Protocol):
+    """What a training flow asks of who writes its run."""
+
+    @property
+    def path(self) -> Path:
+        """The run's directory."""
+
+    def resume_point(self) -> ResumePoint | None:
+        """Where to go on, or None to begin."""
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add one row of metrics."""
+
+    def seal(self, checkpoint: Path) -> None:
+        """Take a checkpoint for complete."""
+
+
 class RunWriter:
     """The one writer of a run directory, holding its lock. Made by ``claim``.
 
@@ -77,11 +97,18 @@ class RunWriter:
         """The finished run's summary, or None while it is not done."""
         return read_summary(self.path)
 
-    def resume_point(self) -> ResumePoint | None:
+    @property
+    def descriptor(self) -> int:
+        """The lock, to be inherited by processes that write for this one: it is held until the last of them ends."""
+        return int(self._lock.fileno())
+
+    def resume_point(self, processes: int = 1) -> ResumePoint | None:
         """The newest sound checkpoint with the metrics up to it, or None to begin at step 0.
 
         What cannot be trusted is removed and said in ``notes``: unsound checkpoints, rows after the
-        checkpoint. If rows before it are lost the run begins again, since nothing else gives them back.
+        checkpoint. If rows before it are lost the run begins again, since nothing else gives them back. So it does
+        where another number of processes wrote the checkpoint: one process does not read what several write, and
+        what goes on with another number is no longer to the bit what it would have been.
         """
         for name in unsound_checkpoints(self.path):
             self.notes.append(f"{name} is incomplete: deleted, its steps are trained again")
@@ -90,6 +117,11 @@ class RunWriter:
         self.notes += torn
         found = None
         for checkpoint in reversed(checkpoints(self.path)):
+            if sealed_by(checkpoint) != processes:
+                written = f"{checkpoint.name} was written by {sealed_by(checkpoint)} processes, here are {processes}"
+                self.notes.append(f"{written}: passed over")
+                shutil.rmtree(checkpoint)
+                continue
             kept = [row for row in rows if row["step"] <= step_of(checkpoint)]
             if kept and kept[-1]["step"] == step_of(checkpoint):
                 found = ResumePoint(checkpoint, step_of(checkpoint), kept)
@@ -131,6 +163,11 @@ class RunWriter:
         """Add one sampled completion to samples.jsonl."""
         with explained(self.path / "samples.jsonl"), (self.path / "samples.jsonl").open("a", encoding="utf-8") as file:
             file.write(_row(row))
+
+    def seal(self, checkpoint: Path, processes: int = 1) -> None:
+        """Declare a checkpoint complete and drop what it makes superfluous."""
+        seal_checkpoint(checkpoint, processes)
+        prune_checkpoints(self.path)
 
     def write(self, name: str, value: Mapping[str, Any]) -> None:
         """Write one of the run's JSON documents atomically."""

@@ -286,15 +286,17 @@ class LaunchConfig:
 
     root: str = "runs"
     engine: Engine = Engine.auto
-    micro_batch_size: int = 0  # 0: the whole batch at once
+    processes: int = 1  # that train one run together, one on each device (experiments/sharded.py)
+    micro_batch_size: int = 0  # sequences that one process takes at a time; 0: its whole share of the batch
     checkpoint_every_s: float = 20.0
-    workers: int = 0  # 0: one per GPU, or per core where there is none
+    workers: int = 0  # 0: as many as there are GPUs, or cores where there is none, for ``processes`` each
     wandb: bool = False
     sampler: SamplerKind = SamplerKind.transformers
     sync: Sync = Sync.auto  # how vLLM gets the trainer's weights
 
     def __post_init__(self) -> None:
         require(bool(self.root), "launch.root", self.root, "name a directory")
+        positive("launch.processes", self.processes)
         require(self.micro_batch_size >= 0, "launch.micro_batch_size", self.micro_batch_size, "0 (whole batch) or more")
         require(self.workers >= 0, "launch.workers", self.workers, "0 (one per GPU or core) or more")
         positive("launch.checkpoint_every_s", self.checkpoint_every_s)

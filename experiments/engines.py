@@ -25,7 +25,8 @@ def chosen(config: RunConfig, launch: LaunchConfig) -> Engine:
         return Engine.trl
     from experiments.packed.session import refusal
 
-    reason = refusal(config, root / "cache")
+    several = "several processes train it" if launch.processes > 1 else None
+    reason = several or refusal(config, root / "cache")
     if reason is None:
         return Engine.packed
     if launch.engine is Engine.packed:

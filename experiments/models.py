@@ -100,29 +100,41 @@ def _revision(config: ModelConfig) -> str:
 
 
 @lru_cache(maxsize=2)
-def _loaded(config: ModelConfig, cache: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _loaded(config: ModelConfig, cache: Path) -> PreTrainedModel:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     with _named(config):
-        where = model_directory(config, cache)
         # transformers 5 would load the checkpoint's own dtype: always say which one is meant.
         dtype = getattr(torch, config.weight_dtype.value)
-        model = AutoModelForCausalLM.from_pretrained(where, revision=_revision(config), dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(where, revision=_revision(config))
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
+        model = AutoModelForCausalLM.from_pretrained(
+            model_directory(config, cache), revision=_revision(config), dtype=dtype
+        )
     model.config.use_cache = False
-    return model, tokenizer
+    return model
 
 
+@lru_cache(maxsize=2)
 def load_tokenizer(config: ModelConfig, cache: Path) -> PreTrainedTokenizerBase:
     """The base model's tokenizer, with a pad token. Shared: do not change it."""
-    return _loaded(config, cache)[1]
+    transformers_logging.set_verbosity_error()
+    with _named(config):
+        tokenizer = AutoTokenizer.from_pretrained(model_directory(config, cache), revision=_revision(config))
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
 
-def load_model(config: ModelConfig, cache: Path) -> PreTrainedModel:
-    """A fresh copy of the base model in its storage dtype, in training mode; the loaded one is kept."""
-    return copy.deepcopy(_loaded(config, cache)[0]).train()
+def check_weights(config: ModelConfig, cache: Path) -> None:
+    """Raises ConfigError where the weights cannot be loaded. They are kept for the run that follows."""
+    _loaded(config, cache)
+
+
+def load_model(config: ModelConfig, cache: Path, keep: bool = True) -> PreTrainedModel:
+    """A fresh copy of the base model in its storage dtype, in training mode.
+
+    The loaded one is kept for the next run, unless there will be none and memory counts.
+    """
+    return (copy.deepcopy(_loaded(config, cache)) if keep else _loaded.__wrapped__(config, cache)).train()
 
 
 @lru_cache(maxsize=8)

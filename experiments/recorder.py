@@ -11,9 +11,9 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl
 
-from experiments.claim import RunWriter
+from experiments import ranks
+from experiments.claim import Writer
 from experiments.config import LaunchConfig, RunConfig
-from experiments.store import prune_checkpoints, seal_checkpoint
 
 
 class Interrupted(Exception):
@@ -39,7 +39,7 @@ class Recorder(TrainerCallback):
         self,
         config: RunConfig,
         launch: LaunchConfig,
-        writer: RunWriter,
+        writer: Writer,
         progress: Progress,
         evaluate: Callable[[], dict[str, float]],
         measure: Callable[[], dict[str, float]] = dict,
@@ -79,6 +79,11 @@ class Recorder(TrainerCallback):
         self.base, self.last = ({k: v for k, v in row.items() if k.startswith("test/")} for row in
                                 (evaluated[0], evaluated[-1]))  # fmt: skip
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        """A fresh run is evaluated here at the latest: a sharded model is on its devices from now on only."""
+        if not self.base:
+            self.start()
+
     def on_step_end(self, args, state, control, **kwargs):
         return self.after_step(state.global_step, control)
 
@@ -97,11 +102,13 @@ class Recorder(TrainerCallback):
         self.progress.on_step(step, self.config.optim.steps, row.get(self.config.headline))
         last = step >= self.config.optim.steps
         may_save = not last and step % self.save_every == 0
+        is_due = time.monotonic() - self._saved_at >= self.launch.checkpoint_every_s
+        should_stop, is_due = ranks.agreed(self.progress.should_stop(), is_due)
         if self.outcome == "diverged":
             control.should_training_stop = True
-        elif self.progress.should_stop() and may_save:
+        elif should_stop and may_save:
             self.interrupted = control.should_training_stop = control.should_save = True
-        elif time.monotonic() - self._saved_at >= self.launch.checkpoint_every_s and may_save:
+        elif is_due and may_save:
             control.should_save = True
         return control
 
@@ -110,8 +117,7 @@ class Recorder(TrainerCallback):
 
     def saved(self, checkpoint: Path) -> None:
         """Declare a checkpoint complete, its last byte being written."""
-        seal_checkpoint(checkpoint)
-        prune_checkpoints(self.writer.path)
+        self.writer.seal(checkpoint)
         self._saved_at = time.monotonic()
 
     def _timed_evaluation(self) -> dict[str, float]:

@@ -33,6 +33,7 @@ from experiments.losses import policy_gradient_loss, token_logps
 from experiments.recorder import Interrupted, Progress, Recorder, finite_or_none
 from experiments.rewards import frac_mixed, group_bits, mean_graded, ratio_summary
 from experiments.rollouts import Completion, FollowTest, Sampler, Sampling, TransformersSampler
+from experiments.split import batch_split
 
 TOOL_TOKENS = 64
 """Room for a tool's answer and the template around it; TRL ends an episode that outgrows its room."""
@@ -215,13 +216,13 @@ def _row(index: int, prompt: str) -> dict[str, Any]:
 def trainer_arguments(config: RunConfig, launch: LaunchConfig, output: Path) -> GRPOConfig:
     """The protocol in TRL's words (DESIGN 4.10): a thin mapping, every default that matters said."""
     optim, rl = config.optim, config.rl
-    micro = launch.micro_batch_size or optim.batch_size
+    micro, accumulated = batch_split(config, launch)
     return GRPOConfig(
         output_dir=str(output),
         max_steps=optim.steps,
         per_device_train_batch_size=micro * rl.group_size,
-        gradient_accumulation_steps=optim.batch_size // micro,
-        steps_per_generation=optim.batch_size // micro,
+        gradient_accumulation_steps=accumulated,
+        steps_per_generation=accumulated,
         num_generations=rl.group_size,
         num_iterations=rl.updates_per_batch,
         max_completion_length=rl.max_new_tokens + rl.max_tool_calls * (rl.max_new_tokens + TOOL_TOKENS),

@@ -17,22 +17,26 @@ from typing import Any
 from experiments import claim, store
 from experiments.compose import expand, parse
 from experiments.config import ConfigError, Engine, LaunchConfig, RunConfig, SamplerKind, encode, run_id, said
+from experiments.split import check_processes
 
 RESUMABLE = 130
 """Exit code after Ctrl-C: everything is on disk, the same command goes on."""
 
 
-def prepare_process() -> None:
+def prepare_process(processes: int = 1) -> None:
     """One thread per process (two threads on two busy cores were seen 10 to 30 times slower), and no
     denormals, which diverging runs make and which are slow. Every process that trains calls it first.
 
     One GPU too, the first in sight: over several, transformers' Trainer would split each batch (DataParallel)
-    and so train on a larger one than the configuration says.
+    and so train on a larger one than the configuration says. One that has its runs trained by several ``processes``
+    keeps as many GPUs to hand out.
     """
     import torch
 
-    if torch.cuda.device_count() > 1:  # counting does not start CUDA, which reads the environment when it starts
-        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    num = torch.cuda.device_count()
+    if num > processes:  # counting does not start CUDA, which reads the environment when it starts
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num)))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[:processes])
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
 
@@ -41,12 +45,7 @@ def check(config: RunConfig, launch: LaunchConfig) -> None:
     """Refuse what cannot run before anything is written: batch split, sync, rank, model. Raises ConfigError."""
     from experiments import adapters, models  # torch is imported only by a process that needs it
 
-    micro = launch.micro_batch_size or config.optim.batch_size
-    if config.optim.batch_size % micro:
-        raise ConfigError(
-            f"launch.micro_batch_size: {micro} is not allowed; it must divide optim.batch_size "
-            f"({config.optim.batch_size})"
-        )
+    check_processes(config, launch)
     if config.is_rl and launch.sampler is SamplerKind.vllm:
         from experiments.vllm_rollouts import sync_mode
 
@@ -66,6 +65,8 @@ def execute(config: RunConfig, launch: LaunchConfig, progress: Any = None) -> di
     if store.state_of(root / run_id(config)) != "done":
         check(config, launch)
         load_data(config, models.load_tokenizer(config.model, root / "cache"))
+        if launch.processes == 1:  # else the processes load them, and here they would only take memory
+            models.check_weights(config.model, root / "cache")
         if engines.chosen(config, launch) is Engine.packed:
             return _execute_packed(config, launch, progress or recorder.Progress())
     with claim.claim(root, run_id(config), encode(config)) as writer:
@@ -74,8 +75,9 @@ def execute(config: RunConfig, launch: LaunchConfig, progress: Any = None) -> di
         try:
             with tracking.tracker(config, launch) as tracker:
                 writer.mirrors.append(tracker.log)
-                writer.write("provenance.json", provenance.collect(config=encode(config), engine={"name": "trl"}))
-                summary = _flow(config)(config, launch, writer, progress or recorder.Progress())
+                facts = {"config": encode(config), "engine": {"name": "trl", "processes": launch.processes}}
+                writer.write("provenance.json", provenance.collect(**facts))
+                summary = _flow(config, launch)(config, launch, writer, progress or recorder.Progress())
         except BaseException as error:
             raise failures.recorded(error, writer) from error.__cause__
         return writer.finish({**summary, "run_id": run_id(config), "time_unix_s": time.time(), "notes": writer.notes})
@@ -102,8 +104,12 @@ def _execute_packed(config: RunConfig, launch: LaunchConfig, progress: Any) -> d
     return end
 
 
-def _flow(config: RunConfig) -> Callable[..., dict[str, Any]]:
+def _flow(config: RunConfig, launch: LaunchConfig) -> Callable[..., dict[str, Any]]:
     """The training flow of a run."""
+    if launch.processes > 1:
+        from experiments import sharded
+
+        return sharded.train
     if config.is_rl:
         from experiments import rl
 
@@ -138,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         lines = expand(overrides) if multirun else [overrides]
         points = [parse(line) for line in lines]
-        prepare_process()
+        prepare_process(max(launch.processes for _, launch in points))
         for config, launch in points:  # an impossible last point is said before the first one trains
             check(config, launch)
         for config, launch in points:

@@ -17,12 +17,13 @@ from torch.utils.data import SequentialSampler
 from transformers import PreTrainedTokenizerBase, PrinterCallback
 from trl import SFTConfig, SFTTrainer
 
-from experiments import adapters, models
-from experiments.claim import RunWriter
+from experiments import adapters, models, ranks, sharding
+from experiments.claim import Writer
 from experiments.config import Dtype, LaunchConfig, RunConfig
 from experiments.data import dataset
 from experiments.losses import num_labelled, token_nll_sum
 from experiments.recorder import Interrupted, Progress, Recorder, finite_or_none
+from experiments.split import batch_split
 
 EVAL_TOKENS = 8192
 """Padded tokens per forward pass of an evaluation: bounds its memory, changes nothing else."""
@@ -32,10 +33,23 @@ class Trainer(SFTTrainer):
     """SFTTrainer with the loss of the protocol and batches taken in the order of the data set."""
 
     def __init__(self, model: nn.Module, **kwargs: Any) -> None:
+        self.autocast = kwargs["args"].bf16
         with adapters.unembedding_hidden(model):
             super().__init__(model=model, **kwargs)
         self.batch_nll_sum = 0.0
         self.batch_num_tokens = 0
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Before anything is placed on a device: how it is sharded, if it is."""
+        sharding.declare()
+        super().create_accelerator_and_postprocess()
+        if self.is_fsdp_enabled:
+            sharding.keep_precision(self.accelerator.state.fsdp_plugin)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        sharding.sum_gradients(self.model)
+        return prepared
 
     def compute_loss(
         self,
@@ -44,8 +58,12 @@ class Trainer(SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """Summed NLL over the tokens of the whole batch: micro-batches add up to the same number."""
-        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=False).logits
+        """Summed NLL over the tokens of the whole batch: micro-batches add up to the same number, those of several
+        processes too, whose gradients are summed."""
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        # Of one process the model casts by itself, accelerate sees to it; of a sharded one it does not.
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.autocast and ranks.count() > 1):
+            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         nll_sum = token_nll_sum(logits, inputs["labels"])
         num_tokens = num_labelled(inputs["labels"]) if num_items_in_batch is None else num_items_in_batch
         self.batch_nll_sum += nll_sum.item() / float(num_tokens)
@@ -54,9 +72,9 @@ class Trainer(SFTTrainer):
 
     def take_row(self) -> tuple[dict[str, Any], bool]:
         """The step's training metrics, and whether its loss was finite."""
-        nll, num_tokens = self.batch_nll_sum, self.batch_num_tokens
+        nll, num_tokens = ranks.summed(self.batch_nll_sum, self.batch_num_tokens)
         self.batch_nll_sum, self.batch_num_tokens = 0.0, 0
-        return {"train/nll_nats": finite_or_none(nll), "train/num_tokens": num_tokens}, math.isfinite(nll)
+        return {"train/nll_nats": finite_or_none(nll), "train/num_tokens": int(num_tokens)}, math.isfinite(nll)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
         return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
@@ -69,7 +87,7 @@ class Trainer(SFTTrainer):
         """A checkpoint is for resuming; it needs no card."""
 
 
-def train(config: RunConfig, launch: LaunchConfig, writer: RunWriter, progress: Progress) -> dict[str, Any]:
+def train(config: RunConfig, launch: LaunchConfig, writer: Writer, progress: Progress) -> dict[str, Any]:
     """Train one run from its resume point and return its summary (not yet written).
 
     Raises Interrupted when asked to stop, after a checkpoint; ConfigError for an impossible arm.
@@ -78,7 +96,8 @@ def train(config: RunConfig, launch: LaunchConfig, writer: RunWriter, progress: 
     cache = Path(launch.root) / "cache"
     tokenizer = models.load_tokenizer(config.model, cache)
     data = dataset.load(config.data, tokenizer)
-    model = adapters.attach(models.load_model(config.model, cache), config.method, config.seed)
+    base = models.load_model(config.model, cache, keep=ranks.count() == 1)
+    model = adapters.attach(base, config.method, config.seed)
     initial = adapters.init_hash(model)
     order = dataset.order(len(data.train), config.optim.batch_size * config.optim.steps, config.seed.data)
     test_batches = eval_batches(data.test, tokenizer)
@@ -102,9 +121,7 @@ def train(config: RunConfig, launch: LaunchConfig, writer: RunWriter, progress: 
     trainer.remove_callback(PrinterCallback)
     recorder.take_row = trainer.take_row
     resume = writer.resume_point()
-    if resume is None:
-        recorder.start()
-    else:
+    if resume is not None:
         recorder.restore(resume.rows)
     trainer.train(resume_from_checkpoint=str(resume.checkpoint) if resume else None)
     if recorder.interrupted:
@@ -133,12 +150,12 @@ def train(config: RunConfig, launch: LaunchConfig, writer: RunWriter, progress: 
 def trainer_arguments(config: RunConfig, launch: LaunchConfig, output: Path) -> SFTConfig:
     """The protocol in TRL's words (DESIGN 4.1-4.4): a thin mapping, every default that matters said."""
     optim = config.optim
-    micro = launch.micro_batch_size or optim.batch_size
+    micro, accumulated = batch_split(config, launch)
     return SFTConfig(
         output_dir=str(output),
         max_steps=optim.steps,
         per_device_train_batch_size=micro,
-        gradient_accumulation_steps=optim.batch_size // micro,
+        gradient_accumulation_steps=accumulated,
         learning_rate=optim.lr,
         lr_scheduler_type="constant",
         warmup_steps=0,
@@ -162,6 +179,7 @@ def trainer_arguments(config: RunConfig, launch: LaunchConfig, output: Path) -> 
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
         dataloader_pin_memory=torch.cuda.is_available(),
+        **sharding.arguments(),
     )
 
 
@@ -179,15 +197,24 @@ def eval_batches(test: Any, tokenizer: PreTrainedTokenizerBase) -> list[tuple[Te
 
 @torch.no_grad()
 def held_out_nll(model: nn.Module, batches: list[tuple[Tensor, Tensor, Tensor]], config: RunConfig) -> float:
-    """Token-weighted NLL of the ``test`` split, in nats per completion token."""
+    """Token-weighted NLL of the ``test`` split, in nats per completion token.
+
+    Several processes share the batches out. Each runs the model equally often, since all have a part in every layer;
+    one that has no batch left takes the first once more and does not count it.
+    """
     device = next(model.parameters()).device
     model.eval()
     total, count = 0.0, 0
-    for batch in batches:
+    mine = ranks.mine(batches)
+    for turn in range(-(-len(batches) // ranks.count())):
+        counts = turn < len(mine)
+        batch = mine[turn] if counts else batches[0]
         ids, labels, mask = (array.to(device) for array in batch)
         with torch.autocast(device.type, torch.bfloat16, enabled=config.optim.autocast is Dtype.bfloat16):
             logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-        total += token_nll_sum(logits, labels).item()
-        count += int(num_labelled(labels))
+        if counts:
+            total += token_nll_sum(logits, labels).item()
+            count += int(num_labelled(labels))
     model.train()
-    return total / count
+    total, num_tokens = ranks.summed(total, count)
+    return total / num_tokens

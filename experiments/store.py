@@ -294,9 +294,15 @@ def checkpoint_files(checkpoint: Path) -> dict[str, int]:
     return {str(p.relative_to(checkpoint)): p.stat().st_size for p in files}
 
 
-def seal_checkpoint(checkpoint: Path) -> None:
-    """Declare a checkpoint complete. Called after its last byte is written."""
-    write_json(checkpoint / "SOUND.json", {"files": checkpoint_files(checkpoint)})
+def seal_checkpoint(checkpoint: Path, processes: int = 1) -> None:
+    """Declare a checkpoint complete. Called after its last byte is written, by the last of its writers."""
+    several = {"processes": processes} if processes > 1 else {}
+    write_json(checkpoint / "SOUND.json", {"files": checkpoint_files(checkpoint), **several})
+
+
+def sealed_by(checkpoint: Path) -> int:
+    """How many processes wrote a sound checkpoint."""
+    return int(read_json(checkpoint / "SOUND.json").get("processes", 1))
 
 
 def is_sound(checkpoint: Path) -> bool:

@@ -1,8 +1,9 @@
 """A worker: one process, one thread, many runs. Keeps its imports, base model and data between them.
 
-Reads one JSON job a line from standard input and writes one JSON event a line to standard output;
-what the runs print goes to ``<root>/logs/<run id>.log``. Stops after the current step, with a
-checkpoint, on SIGTERM or when the process that started it is gone.
+``python -m experiments.worker [processes]``: it keeps as many GPUs as a run has processes (default: one). Reads one
+JSON job a line from standard input and writes one JSON event a line to standard output; what the runs print goes to
+``<root>/logs/<run id>.log``. Stops after the current step, with a checkpoint, on SIGTERM or when the process that
+started it is gone.
 """
 
 from __future__ import annotations
@@ -41,26 +42,33 @@ ENVIRONMENT = {
 
 def main() -> int:
     """Serve jobs until standard input ends. Returns the exit code."""
-    events = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print; events stay clean
+    emit = event_stream()
     stop: list[int] = []
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which tells us
     signal.signal(signal.SIGTERM, lambda number, _frame: stop.append(number))
     parent = os.getppid()
 
-    def emit(**event: Any) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            events.write(json.dumps(event) + "\n")
-
     from experiments.run import prepare_process
 
-    prepare_process()
+    prepare_process(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
     emit(kind="ready")
     for line in sys.stdin:
         serve(json.loads(line), emit, lambda: bool(stop) or os.getppid() != parent)
         if stop:
             break
     return 0
+
+
+def event_stream() -> Emit:
+    """Standard output as a stream of events, one JSON line each; what else is printed goes to standard error."""
+    events = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def emit(**event: Any) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            events.write(json.dumps(event) + "\n")
+
+    return emit
 
 
 def serve(job: Mapping[str, Any], emit: Emit, should_stop: Callable[[], bool]) -> None:

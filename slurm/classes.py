@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import experiments
-from experiments.config import LaunchConfig, MethodKind, ModelConfig, ModelSource, RunConfig
+from experiments.config import ConfigError, LaunchConfig, MethodKind, ModelConfig, ModelSource, RunConfig
 from experiments.cost import state_memory
+from experiments.split import check_processes
 from slurm.cluster import Cluster, ResourceClass
 
 BASES_DIR = Path(experiments.__file__).resolve().parent / "bases"
@@ -18,6 +19,8 @@ USABLE_FRAC = 0.8
 """Of a device's memory: the rest is for activations and logits. A guess; a run that dies of memory goes one size up."""
 CHECKPOINT_BYTES = 12
 """Per trained parameter: the weight and two moments of AdamW, in fp32."""
+SHARDED_CHECKPOINT_BYTES = 16
+"""Where several processes write: the weight once more, in the form that FSDP reads."""
 CHECKPOINTS_KEPT = 3
 """Two are kept, and a third is there while it is written."""
 
@@ -35,9 +38,10 @@ class Size:
         held = state_memory(self.num_parameters, self.num_trainable, 4.0, adapter, 2.0 if is_rl else 0.0)
         return held.fixed / 2**30
 
-    def checkpoints_gib(self) -> float:
+    def checkpoints_gib(self, processes: int = 1) -> float:
         """Disk that one unfinished run may take."""
-        return CHECKPOINT_BYTES * CHECKPOINTS_KEPT * self.num_trainable / 2**30
+        each = SHARDED_CHECKPOINT_BYTES if processes > 1 else CHECKPOINT_BYTES
+        return each * CHECKPOINTS_KEPT * self.num_trainable / 2**30
 
 
 def sizes(configs: Sequence[RunConfig], cache: Path) -> list[Size]:
@@ -91,6 +95,15 @@ def larger(name: str, cluster: Cluster) -> ResourceClass | None:
     return cluster.classes[at] if at < len(names) else None
 
 
+def trains(config: RunConfig, launch: LaunchConfig, resources: ResourceClass) -> bool:
+    """Whether the processes of a class, one for each GPU, can train the run together."""
+    try:
+        check_processes(config, task_launch(launch, resources))
+    except ConfigError:
+        return False
+    return True
+
+
 def pack(run_ids: Sequence[str], runs_per_task: int) -> list[list[str]]:
     """Tasks of at most ``runs_per_task`` runs. The runs come longest first and are dealt out in turn, so that
     tasks are about equally long."""
@@ -103,12 +116,14 @@ def chunks(tasks: Sequence[list[str]], max_array_size: int) -> list[Sequence[lis
     return [tasks[at : at + max_array_size] for at in range(0, len(tasks), max_array_size)]
 
 
-def disk_gib(all_sizes: Sequence[Size], cluster: Cluster) -> float:
+def disk_gib(all_sizes: Sequence[Size], processes: Sequence[int], cluster: Cluster) -> float:
     """Disk for the checkpoints of the runs that are unfinished at the same time: the largest ones, at worst."""
-    largest = sorted((size.checkpoints_gib() for size in all_sizes), reverse=True)
+    each = (size.checkpoints_gib(num) for size, num in zip(all_sizes, processes, strict=True))
+    largest = sorted(each, reverse=True)
     return sum(largest[: cluster.at_once or len(largest)]) + cluster.spare_gib
 
 
-def task_launch(launch: LaunchConfig) -> LaunchConfig:
-    """The launch settings as a task reads them: it may start in another directory."""
-    return replace(launch, root=str(Path(launch.root).resolve()))
+def task_launch(launch: LaunchConfig, resources: ResourceClass) -> LaunchConfig:
+    """The launch settings as a task of a class reads them: it may start in another directory, and each GPU that it
+    asks for has a process of its own."""
+    return replace(launch, root=str(Path(launch.root).resolve()), processes=resources.gpus or launch.processes)

@@ -16,7 +16,7 @@ from typing import Any
 from experiments import store
 from experiments.config import LaunchConfig, RunConfig, said
 from slurm import preflight
-from slurm.classes import larger
+from slurm.classes import larger, trains
 from slurm.client import Client, SlurmDown, SlurmError
 from slurm.cluster import Cluster, ResourceClass
 from slurm.judge import Finding, Snapshot, judge, last_step, look
@@ -147,7 +147,7 @@ class Follower:
             return
         again = "; trying again"
         if finding.fate is Fate.memory:
-            bigger = larger(place.entry.resources, self.cluster)
+            bigger = self._larger(run, place.entry.resources)
             if bigger is None:
                 self._end("failed", run, cause=f"{why} in class {place.entry.resources}, the largest", log=log)
                 return
@@ -202,10 +202,17 @@ class Follower:
         if last is not None:
             names = [c.name for c in self.cluster.classes]
             if last.entry.deaths.get(str(last.task)) == Fate.memory.value:
-                return larger(last.entry.resources, self.cluster) or resources
+                return self._larger(run, last.entry.resources) or resources
             if last.entry.resources in names[names.index(resources.name) :]:  # it had to move up before
                 return self.cluster.classes[names.index(last.entry.resources)]
         return resources
+
+    def _larger(self, run: str, name: str) -> ResourceClass | None:
+        """The next class after ``name`` that can train a run: not each can be split over several GPUs."""
+        bigger = larger(name, self.cluster)
+        while bigger and not trains(self.batch.configs[run], self.batch.launch, bigger):
+            bigger = larger(bigger.name, self.cluster)
+        return bigger
 
     def _in_flight(self, place: Place, run: str, snapshot: Snapshot) -> bool:
         found = judge(self.ledger, place, run, snapshot.seen(self.ledger, place)).fate

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.config import ConfigError
+from experiments.split import check_processes
 from experiments.store import StoreError, ensure_root, explained
 from slurm import classes
 from slurm.client import Client, SlurmDown, SlurmError
@@ -21,6 +22,7 @@ def check(wanted: Batch, sizes: Sequence[classes.Size], client: Client) -> int:
     written or has too little room for checkpoints, a request that the cluster can never fulfil.
     """
     cluster = wanted.cluster
+    processes = []
     for (run, config), size in zip(wanted.configs.items(), sizes, strict=True):
         need_gib = size.memory_gib(config.is_rl)
         if not classes.holds(wanted.classes[run], size, need_gib):
@@ -28,15 +30,18 @@ def check(wanted: Batch, sizes: Sequence[classes.Size], client: Client) -> int:
                 f"cluster {cluster.name}: {run} needs {need_gib:.3g} GiB of memory before activations; "
                 f"no class has that; add one to conf/cluster/{cluster.name}.yaml"
             )
-        num_gpus = wanted.classes[run].gpus
-        if num_gpus > 1:
+        launch = classes.task_launch(wanted.launch, wanted.classes[run])
+        processes.append(launch.processes)
+        try:
+            check_processes(config, launch)
+        except ConfigError as error:
             raise ConfigError(
-                f"cluster {cluster.name}: {run} needs class {wanted.classes[run].name}, {num_gpus} GPUs "
-                f"({need_gib:.3g} GiB before activations); training over several GPUs is not built yet"
-            )
+                f"cluster {cluster.name}: {run} needs class {wanted.classes[run].name} "
+                f"({need_gib:.3g} GiB before activations): {error}"
+            ) from None
     for directory in (wanted.root / "slurm", wanted.root / "logs" / "slurm"):
         ensure_root(directory)
-    _check_disk(wanted.root, classes.disk_gib(sizes, cluster))
+    _check_disk(wanted.root, classes.disk_gib(sizes, processes, cluster))
     try:
         max_array_size = int(client.config().get("MaxArraySize", "1001"))
         for resources in dict.fromkeys(wanted.classes.values()):

@@ -104,7 +104,7 @@ def submit(
         mine = [run for run in run_ids if chosen[run] == resources]
         for tasks in classes.chunks(classes.pack(mine, resources.runs_per_task), max_array_size):
             configs = {run: encode(wanted.configs[run]) for runs in tasks for run in runs}
-            document = {"launch": encode(classes.task_launch(wanted.launch)), "configs": configs}
+            document = {"launch": encode(classes.task_launch(wanted.launch, resources)), "configs": configs}
             entry = ledger.add(wanted.study, wanted.scale, resources.name, tasks, document)
             log = ledger.log_path(entry, "TASK")
             with explained(log.parent):

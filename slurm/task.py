@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None, serve: Serve | None = None) -> 
         from experiments.run import prepare_process
         from experiments.worker import serve as serve_run
 
-        prepare_process()
+        prepare_process(int(document["launch"].get("processes", 1)))
         serve = serve_run
     print(f"{_element()} on {os.environ.get('SLURMD_NODENAME')}: start {_restarts()}, {len(runs)} runs", flush=True)
     jobs = [{"configs": [document["configs"][run]], "launch": document["launch"]} for run in runs]

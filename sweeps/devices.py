@@ -1,4 +1,4 @@
-"""The accelerators of this machine, one for each worker; found without torch, which the workers import."""
+"""The accelerators of this machine, shared out to the workers; found without torch, which the workers import."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ def devices() -> tuple[str, ...]:
     return tuple(found.stdout.split()) if found.returncode == 0 else ()
 
 
-def pinned(number: int, found: Sequence[str]) -> dict[str, str]:
-    """Environment of worker ``number``: it sees one device and no other's. Workers beyond their number share."""
-    return {VISIBLE: found[number % len(found)]} if found else {}
+def pinned(number: int, found: Sequence[str], each: int = 1) -> dict[str, str]:
+    """Environment of worker ``number``: it sees ``each`` devices and no other's. Workers beyond their number share."""
+    if not found:
+        return {}
+    first = number % max(1, len(found) // each) * each
+    return {VISIBLE: ",".join(found[first : first + each])}

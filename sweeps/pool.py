@@ -43,8 +43,9 @@ class _Worker:
     """One child process and the thread that reads its events."""
 
     def __init__(
-        self, number: int, log: Path, inbox: queue.SimpleQueue[tuple[_Worker, dict | None]], device: Mapping[str, str]
-    ) -> None:
+        self, number: int, log: Path, inbox: queue.SimpleQueue[tuple[_Worker, dict | None]],
+        device: Mapping[str, str], processes: int,
+    ) -> None:  # fmt: skip
         self.number = number
         self.points: dict[str, Point] = {}  # given to it and not ended
         self.ready = False
@@ -54,7 +55,7 @@ class _Worker:
             stderr = log.open("a")
         with stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "experiments.worker"],
+                [sys.executable, "-m", "experiments.worker", str(processes)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True,
                 env={**os.environ, **ENVIRONMENT, **device}, start_new_session=True,
             )  # fmt: skip
@@ -83,9 +84,12 @@ class _Worker:
 
 
 def num_workers(launch: LaunchConfig, num_points: int) -> int:
-    """One per GPU, or per core this process may use where there is none, or ``launch.workers``; at most one a point."""
+    """One per GPU, or per core this process may use where there is none, or ``launch.workers``; at most one a point.
+
+    Where a run is trained by several processes, one for as many GPUs or cores.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    return max(1, min(launch.workers or len(devices()) or cores, num_points))
+    return max(1, min(launch.workers or max(1, (len(devices()) or cores) // launch.processes), num_points))
 
 
 def run_all(points: Iterable[Point], launch: LaunchConfig, on_event: Callable[[Event], None]) -> None:
@@ -133,7 +137,8 @@ class _Pool:
 
     def _start(self, number: int) -> _Worker:
         log = Path(self.launch.root) / "logs" / f"worker-{number}.log"
-        return _Worker(number, log, self.inbox, pinned(number, self.devices))
+        each = self.launch.processes
+        return _Worker(number, log, self.inbox, pinned(number, self.devices, each), each)
 
     def _assign(self) -> None:
         """Give each idle worker the next points that may start now and can be trained together."""

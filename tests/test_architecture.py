@@ -28,6 +28,7 @@ BOUNDARIES = {  # library -> the only modules that may import it
     "vllm": {"experiments.vllm_rollouts"},
     "math_verify": {"experiments.grading"},
     "wandb": {"experiments.tracking"},
+    "accelerate": {"experiments.sharding"},
     "submitit": {"slurm"},
     "hydra": {"experiments.compose"},
     "omegaconf": {"experiments.compose", "experiments.config"},

@@ -21,6 +21,7 @@ from slurm import classes, follow, submit
 from slurm import cluster as profiles
 from slurm.classes import Size, class_of, larger, pack
 from slurm.client import Client, SlurmDown, SlurmError
+from slurm.cluster import ResourceClass
 from slurm.judge import Snapshot, judge, look
 from slurm.ledger import Ledger, Place
 from slurm.states import Fate, Job, Seen
@@ -76,6 +77,48 @@ def test_runs_go_to_the_class_that_holds_them() -> None:
     assert [class_of(c, big, profile).name for c in (mini, rl)] == ["gpu4", "gpu8"]  # the sampler's copy
     assert not classes.holds(profile.classes[-1], Size(70 * BILLION, 70 * BILLION), 70 * 16 * BILLION / 2**30)
     assert larger("cpu", profile) == profile.classes[1] and larger("gpu8", profile) is larger("gone", profile) is None
+
+
+def test_class_of_several_gpus_plans_a_process_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One array for each class, whose task reads how many processes train its runs."""
+    cluster = profiles.load_cluster("slurm")
+    configs = paced_configs(3)
+    chosen = dict(zip(configs, [cluster.classes[0], cluster.classes[1], cluster.classes[2]], strict=True))
+    assert [c.gpus for c in chosen.values()] == [0, 1, 4]
+    wanted = submit.Batch("lr", "mini", configs, LaunchConfig(root=str(tmp_path), processes=2), cluster, chosen)
+    client = Client()
+    monkeypatch.setattr(client, "submit", lambda options, text: 7)
+    ledger = Ledger(tmp_path)
+    with ledger.locked():
+        entries = submit.submit(wanted, list(configs), ledger, client, 1001)
+    found = [json.loads(ledger.runs_path(entry).read_text())["launch"]["processes"] for entry in entries]
+    assert found == [2, 1, 4]
+
+
+def test_what_several_gpus_cannot_train_is_one_line(tmp_path: Path) -> None:
+    from slurm import preflight
+
+    rl, _ = parse(["scale=mini", "optim.lr=1e-4", "rl.group_size=8", "model=mini-w64-mixed", "data=mini-puzzles"])
+    (odd, *_) = paced_configs(1).values()
+    for config, gpus, said in ((rl, 4, "trains its policy on one device"), (odd, 5, "it must divide optim.batch_size")):
+        cluster = replace(CLUSTER, classes=(ResourceClass("big", gpus=gpus),))
+        wanted, sizes = submit.batch("lr", "mini", {"a": config}, LaunchConfig(root=str(tmp_path)), cluster)
+        with pytest.raises(ConfigError, match=f"a needs class big .*launch.processes: {gpus} .*{said}") as error:
+            preflight.check(wanted, sizes, Client())
+        assert "\n" not in str(error.value)
+
+
+def test_class_that_cannot_train_a_run_is_passed_over_on_the_way_up(tmp_path: Path) -> None:
+    """After a death of memory: more GPUs help neither the policy of RL nor a batch that they do not divide."""
+    cluster = replace(CLUSTER, classes=tuple(ResourceClass(f"gpu{n}", gpus=n) for n in (1, 3, 4)))
+    rl, _ = parse(["scale=mini", "optim.lr=1e-4", "rl.group_size=8", "model=mini-w64-mixed", "data=mini-puzzles"])
+    (sft,) = paced_configs(1).values()
+    configs = {"sft": sft, "rl": rl}
+    wanted, _ = submit.batch("lr", "mini", configs, LaunchConfig(root=str(tmp_path)), cluster)
+    follower = follow.Follower(wanted, Client(), 1001, lambda *event: None)
+    assert follower._larger("sft", "gpu1") == cluster.classes[2] and follower._larger("rl", "gpu1") is None
+    sharded = Size(1 << 30, 1 << 30)
+    assert sharded.checkpoints_gib() == 36 and sharded.checkpoints_gib(4) == 48
 
 
 def test_size_of_a_shipped_base_is_its_weights() -> None:

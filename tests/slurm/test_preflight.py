@@ -27,7 +27,7 @@ def test_impossible_studies_are_one_line_and_leave_the_queue_empty(
     small = {"memory_gib": 0.2}
     for change, said in (
         ({"classes": {"c": {"gpus": 1, "gpu_type": "moon"}}}, "class c is refused: sbatch: "),
-        ({"classes": {"c": {"gpus": 3}}}, "training over several GPUs is not built yet"),
+        ({"classes": {"c": {"gpus": 3}}}, "launch.processes: 3 is not allowed; it must divide optim.batch_size (16)"),
         ({"classes": {"c": {"memory_gib": 9}}}, "class c is refused: sbatch: "),
         ({"classes": {"c": small}, "partition": "moon"}, "Invalid partition name specified"),
         ({"classes": {"c": {"memory_gib": 0.001}}}, "GiB of memory before activations; no class has that"),

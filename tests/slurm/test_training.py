@@ -72,12 +72,14 @@ def test_jobs_make_the_same_bytes_as_this_machine(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["requeue", "warning", "preemption"])
+@pytest.mark.parametrize("fault", ["requeue", "warning", "warning to two processes", "preemption"])
 def test_interrupted_training_ends_with_the_same_bytes(
     study: str, tmp_path: Path, cluster: PrivateCluster, fault: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A requeue from outside, USR2 as before the time limit, and a job of a higher partition that wants the nodes."""
     root, extra = tmp_path / "runs", ["optim.steps=300", "optim.lr=1e-3", "launch.checkpoint_every_s=1"]
+    if fault == "warning to two processes":
+        extra.append("launch.processes=2")
     profile = tmp_path / "cluster" / "private.yaml"
     profile.write_text(profile.read_text() + "partition: low\n")
     harmed = threading.Event()
@@ -88,7 +90,7 @@ def test_interrupted_training_ends_with_the_same_bytes(
         job = Ledger(root).entries()[0].job_id
         if fault == "requeue":
             cluster.sh("scontrol", "requeue", f"{job}_0")
-        elif fault == "warning":
+        elif fault.startswith("warning"):
             cluster.sh("scancel", "--batch", "--signal=USR2", f"{job}_0")
         else:
             cluster.sh("sbatch", "--partition=main", "--nodes=4", "--exclusive", "--time=1", "--output=/dev/null",

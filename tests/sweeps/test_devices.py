@@ -35,6 +35,13 @@ def test_devices_are_the_drivers(driver) -> None:
     assert [pinned(k, devices())["CUDA_VISIBLE_DEVICES"] for k in range(4)] == ["0", "1", "2", "0"]
 
 
+def test_runs_of_several_processes_take_as_many_devices(driver) -> None:
+    driver("0\\n1\\n2\\n3\\n4\\n")
+    assert [pinned(k, devices(), 2)["CUDA_VISIBLE_DEVICES"] for k in range(3)] == ["0,1", "2,3", "0,1"]
+    assert pinned(1, devices(), 8)["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4"  # too few: the run says so
+    assert pool.num_workers(LaunchConfig(processes=2), 100) == 2 and pool.num_workers(LaunchConfig(processes=8), 9) == 1
+
+
 def test_broken_driver_is_no_device(driver) -> None:
     driver("NVIDIA-SMI has failed", code=9)
     assert devices() == () and pinned(0, devices()) == {}
@@ -67,16 +74,27 @@ def test_worker_is_started_with_its_device_alone(driver, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("num", "given", "left"),
-    [(4, None, "0"), (2, "2,3", "2"), (2, "GPU-8a1b,GPU-9", "GPU-8a1b"), (1, "3", "3"), (0, "", ""), (0, None, None)],
+    ("num", "given", "processes", "left"),
+    [
+        (4, None, 1, "0"),
+        (2, "2,3", 1, "2"),
+        (2, "GPU-8a1b,GPU-9", 1, "GPU-8a1b"),
+        (1, "3", 1, "3"),
+        (0, "", 1, ""),
+        (0, None, 1, None),
+        (4, None, 2, "0,1"),
+        (3, "5,6,7", 2, "5,6"),
+        (2, "5,6", 2, "5,6"),
+        (2, None, 2, None),
+    ],
 )
-def test_process_that_trains_sees_one_device(
-    monkeypatch: pytest.MonkeyPatch, num: int, given: str | None, left: str | None
+def test_process_that_trains_sees_as_many_devices_as_it_has_processes(
+    monkeypatch: pytest.MonkeyPatch, num: int, given: str | None, processes: int, left: str | None
 ) -> None:
-    """Over several the Trainer would split, and so enlarge, each batch."""
+    """Over several the Trainer would split, and so enlarge, each batch; one that starts processes has one for each."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given or "")
     if given is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num)
-    prepare_process()
+    prepare_process(processes)
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == left
