@@ -72,16 +72,18 @@ def test_jobs_make_the_same_bytes_as_this_machine(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["requeue", "warning", "warning to two processes", "preemption"])
+@pytest.mark.parametrize("fault", ["requeue", "warning", "warning-to-two", "preemption"])
 def test_interrupted_training_ends_with_the_same_bytes(
     study: str, tmp_path: Path, cluster: PrivateCluster, fault: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A requeue from outside, USR2 as before the time limit, and a job of a higher partition that wants the nodes."""
     root, extra = tmp_path / "runs", ["optim.steps=300", "optim.lr=1e-3", "launch.checkpoint_every_s=1"]
-    if fault == "warning to two processes":
-        extra.append("launch.processes=2")
     profile = tmp_path / "cluster" / "private.yaml"
-    profile.write_text(profile.read_text() + "partition: low\n")
+    changed = profile.read_text() + "partition: low\n"
+    if fault == "warning-to-two":
+        extra.append("launch.processes=2")
+        changed = changed.replace("memory_gib: 1", "memory_gib: 2.5")
+    profile.write_text(changed)
     harmed = threading.Event()
 
     def harm() -> None:
