@@ -18,6 +18,9 @@ from experiments.packed.decoder import Decoder, Part, Weights
 
 ALIGN = 32
 """Parameters per row are a multiple of this, for the reason of ``rows.MULTIPLE``."""
+LEAST_RANK = 8
+"""Smaller ranks are padded to this in the factored form. It takes no longer, and keeps away from the products of a
+matrix with a vector, which a lone arm of rank 1 would get from another kernel, rounding otherwise, than a pack."""
 
 
 @dataclass(frozen=True)
@@ -134,11 +137,11 @@ def unmerge(grads: dict[str, Tensor], layouts: Sequence[LoRALayout], thetas: Seq
 @torch.no_grad()
 def factors(decoder: Decoder, layouts: Sequence[LoRALayout], thetas: Sequence[Tensor], scales: Sequence[Tensor],
             out: dict[str, tuple[Tensor, Tensor]] | None = None) -> dict[str, tuple[Tensor, Tensor]]:  # fmt: skip
-    """(s A, B) of every fused matrix, ranks padded with zeros to the largest: (K, p R, i) and (K, o, p R).
+    """(s A, B) of every fused matrix, ranks padded with zeros to the largest R: (K, p R, i) and (K, o, p R).
 
     A fused matrix of p parts has its factors one below the other, and B in blocks.
     """
-    num_arms, widest = sum(len(theta) for theta in thetas), max(layout.rank for layout in layouts)
+    num_arms, widest = sum(len(theta) for theta in thetas), _widest(layouts)
     if out is None:
         out = {}
         for name in sorted({part.fused for layout in layouts for part, _, _ in layout.pairs()}):
@@ -159,7 +162,7 @@ def factors(decoder: Decoder, layouts: Sequence[LoRALayout], thetas: Sequence[Te
 def unfactor(decoder: Decoder, grads: dict[str, tuple[Tensor, Tensor]], layouts: Sequence[LoRALayout],
              thetas: Sequence[Tensor], scales: Sequence[Tensor]) -> list[Tensor]:  # fmt: skip
     """Gradients on ``factors``' result to gradients on the rows."""
-    widest, found, first = max(layout.rank for layout in layouts), [], 0
+    widest, found, first = _widest(layouts), [], 0
     for layout, theta, scale in zip(layouts, thetas, scales, strict=True):
         grad = torch.zeros_like(theta)
         for part, a, b in layout.pairs():
@@ -169,6 +172,10 @@ def unfactor(decoder: Decoder, grads: dict[str, tuple[Tensor, Tensor]], layouts:
         found.append(grad)
         first += len(theta)
     return found
+
+
+def _widest(layouts: Sequence[LoRALayout]) -> int:
+    return max(LEAST_RANK, *(layout.rank for layout in layouts))
 
 
 def _blocks(decoder: Decoder, pair: tuple[Tensor, Tensor], part: Part, rank: int, widest: int, first: int,
