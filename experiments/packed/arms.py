@@ -72,7 +72,8 @@ def save(arm: Arm, directory: Path, cache: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     trained = {slot.name: slot.of(arm.theta[None])[0].contiguous() for slot in arm.layout.slots}
     if arm.is_full:
-        save_file(trained, directory / "model.safetensors")
+        save_file(trained, directory / "model.safetensors", metadata={"format": "pt"})
+        models.empty_model(arm.config.model, cache).config.save_pretrained(str(directory))
     else:
         save_file({f"base_model.model.{name}.weight": tensor for name, tensor in trained.items()},
                   directory / PEFT_WEIGHTS)  # fmt: skip
