@@ -1,0 +1,80 @@
+"""The layout of rows: every token once, padding never read, arms apart."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from single import Base, batches, examples, loss_of
+
+from experiments.losses import IGNORED
+from experiments.packed.decoder import Weights
+from experiments.packed.rows import MULTIPLE, Rows, lay_out
+
+ARMS = [examples(seed, count=5, longest=longest) for seed, longest in ((0, 14), (1, 30), (2, 8))]
+
+
+def cells_of(rows: Rows, arm: int) -> tuple[np.ndarray, np.ndarray]:
+    """(S, T) rows that an arm's cells read, and the ids there."""
+    num_arms = len(rows.ids)
+    grid = rows.grid.view(num_arms, -1, rows.longest)[arm]
+    return grid.numpy(), rows.ids.view(-1)[grid].numpy()
+
+
+def test_every_token_has_one_row_and_one_cell() -> None:
+    rows = lay_out(ARMS)
+    n, padding = rows.ids.shape[1], set(rows.padding.tolist())
+    assert rows.longest == max(len(row["input_ids"]) for arm in ARMS for row in arm)
+    seen = set()
+    for k, arm in enumerate(ARMS):
+        grid, ids = cells_of(rows, k)
+        for s, row in enumerate(arm):
+            length = len(row["input_ids"])
+            assert ids[s, :length].tolist() == row["input_ids"]
+            seen |= set(grid[s, :length].tolist())
+            assert set(grid[s, length:].tolist()) <= padding, "a cell without a token reads padding"
+        assert all(k * n <= row < (k + 1) * n for row in grid.ravel()), "an arm's cells read its own rows"
+    assert len(seen) == sum(len(row["input_ids"]) for arm in ARMS for row in arm)
+    assert seen.isdisjoint(padding) and len(seen) + len(padding) == rows.ids.numel()
+    for row in seen:  # there and back
+        assert rows.grid[rows.cells[row]] == row
+
+
+def test_what_is_read_is_what_carries_loss() -> None:
+    rows = lay_out(ARMS)
+    m, padding = rows.targets.shape[1], set(rows.padding.tolist())
+    for k, arm in enumerate(ARMS):
+        wanted = [label for row in arm for label in row["labels"][1:] if label != IGNORED]
+        real = rows.weights[k] > 0
+        assert rows.weights[k].tolist() == [1.0] * len(wanted) + [0.0] * (m - len(wanted))
+        assert rows.targets[k][real].tolist() == wanted
+        read = rows.read.view(len(ARMS), m)[k]
+        assert set(read[~real].tolist()) <= padding
+        assert (rows.ids.view(-1)[read[real] + 1] == rows.targets[k][real]).all(), "the next row holds the target"
+    assert rows.num_tokens.tolist() == [float((w > 0).sum()) for w in rows.weights]
+
+
+def test_sizes_are_whole_vectors_with_room_for_padding() -> None:
+    for arms in ([ARMS[0]], ARMS, [[{"input_ids": [5] * 8, "labels": [5] * 8}]]):
+        rows = lay_out(arms)
+        assert rows.ids.shape[1] % MULTIPLE == 0 and rows.targets.shape[1] % MULTIPLE == 0
+        arms_with_padding = {row // rows.ids.shape[1] for row in rows.padding.tolist()}
+        assert arms_with_padding == set(range(len(arms)))
+
+
+def test_arms_of_one_list_and_of_equal_lists_are_laid_out_alike() -> None:
+    shared, copied = lay_out([ARMS[0], ARMS[0]]), lay_out([ARMS[0], list(ARMS[0])])
+    for name, value in vars(shared).items():
+        assert value == vars(copied)[name] if name == "longest" else torch.equal(value, vars(copied)[name]), name
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_losses_over_rows_are_those_over_padded_batches(bases: dict[str, Base], name: str) -> None:
+    """Arms of different data in one pass: each gets the base's loss on its own examples."""
+    decoder, model = bases[name].decoder, bases[name].model()
+    data = [*ARMS, batches(1, seed=5, count=5)[0]]
+    rows = lay_out(data)
+    with torch.no_grad():
+        found = decoder.nll(Weights(decoder.base, {}, {}), rows) / rows.num_tokens
+        wanted = torch.stack([loss_of(model, arm) for arm in data])
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
