@@ -2,7 +2,8 @@
 
 A run's id, metrics, checkpoints and summary are those of the single-run engine (``sft``); what differs is rounding.
 The arms of a pack take their steps together; one that ends or diverges leaves, the next one waiting takes
-its place. An arm's numbers do not depend on its companions.
+its place. An arm's numbers depend on its companions in rounding only, and not at all where these have its data
+order and its step, and ranks that are padded alike (up to ``stacks.LEAST_RANK``, or above).
 """
 
 from __future__ import annotations
@@ -227,10 +228,8 @@ class _Engine:
         for member, stepped, size in zip(present, stepping, sizes, strict=True):
             member.seconds += share
             if stepped and self._after_step(member, size):
-                gone.append(member)
+                gone.append(self.members.pop(member.name))
         if gone:
-            for member in gone:
-                del self.members[member.name]
             if self.members:
                 self._compose()
             else:
@@ -255,9 +254,11 @@ class _Engine:
                 member.holding.close()
                 self.reports.ended(member.name, summary)
             return over
-        except (Interrupted, claim.Busy) as error:
+        except (MemoryError, torch.OutOfMemoryError):
+            raise  # the whole pack's
+        except Exception as error:
             member.holding.close()
-            self.reports.failed(member.name, error)
+            self.reports.failed(member.name, failures.recorded(error, member.writer))
             return True
 
     def _save(self, member: Member) -> None:
