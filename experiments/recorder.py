@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl
+from transformers import TrainerCallback
 
 from experiments import ranks
 from experiments.claim import Writer
@@ -26,6 +26,14 @@ class Progress:
 
     on_step: Callable[[int, int, float | None], None] = lambda step, steps, value: None
     should_stop: Callable[[], bool] = lambda: False
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a trainer is asked to do after a step."""
+
+    save: bool = False
+    stop: bool = False
 
 
 class Recorder(TrainerCallback):
@@ -85,10 +93,13 @@ class Recorder(TrainerCallback):
             self.start()
 
     def on_step_end(self, args, state, control, **kwargs):
-        return self.after_step(state.global_step, control)
+        wish = self.after_step(state.global_step)
+        control.should_save |= wish.save
+        control.should_training_stop |= wish.stop
+        return control
 
-    def after_step(self, step: int, control: TrainerControl) -> TrainerControl:
-        """Record a step; ``control`` says afterwards whether to checkpoint and whether to stop."""
+    def after_step(self, step: int) -> Wish:
+        """Record a step, and say whether to checkpoint now and whether to stop."""
         taken, finite = self.take_row()
         row: dict[str, Any] = {"step": step, **taken}
         if not finite:
@@ -105,12 +116,9 @@ class Recorder(TrainerCallback):
         is_due = time.monotonic() - self._saved_at >= self.launch.checkpoint_every_s
         should_stop, is_due = ranks.agreed(self.progress.should_stop(), is_due)
         if self.outcome == "diverged":
-            control.should_training_stop = True
-        elif should_stop and may_save:
-            self.interrupted = control.should_training_stop = control.should_save = True
-        elif is_due and may_save:
-            control.should_save = True
-        return control
+            return Wish(stop=True)
+        self.interrupted = should_stop and may_save
+        return Wish(save=(should_stop or is_due) and may_save, stop=self.interrupted)
 
     def on_save(self, args, state, control, **kwargs):
         self.saved(Path(args.output_dir) / f"checkpoint-{state.global_step}")

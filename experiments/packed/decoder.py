@@ -7,10 +7,10 @@ after the last attention, where nothing reads them any more.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from experiments.packed.ops import attend, linear, rms_norm, swiglu, token_nll
 from experiments.packed.rows import Rows
@@ -40,7 +40,7 @@ class Part:
         return self.shape[0]
 
 
-def unsupported(model: PreTrainedModel) -> str | None:
+def unsupported(model: Any) -> str | None:
     """Why this decoder cannot stand for ``model``, or None if it can."""
     config = model.config.get_text_config()
     if config.model_type not in ("llama", "qwen3"):
@@ -54,7 +54,7 @@ def unsupported(model: PreTrainedModel) -> str | None:
     return None
 
 
-def parts(model: PreTrainedModel) -> list[Part]:
+def parts(model: Any) -> list[Part]:
     """Every parameter of ``model`` and its place among the fused ones, in a fixed order. The meta device will do."""
     sizes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     found = [Part("model.embed_tokens.weight", "embed", 0, sizes["model.embed_tokens.weight"])]
@@ -104,7 +104,7 @@ class Weights:
 class Decoder:
     """The base model's frozen weights, fused, and the forward pass over them."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: Any) -> None:
         config = model.config.get_text_config()
         self.parts = parts(model)
         base = dict(model.named_parameters())

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import TrainerControl
 
 from experiments import adapters, claim, failures, provenance, store, tracking
 from experiments.config import ConfigError, LaunchConfig, MethodKind, RunConfig, encode, run_id
@@ -240,15 +239,15 @@ class _Engine:
         nll, member.nll, member.at = member.nll, 0.0, 0
         member.step += 1
         row = {"train/nll_nats": finite_or_none(nll), "train/num_tokens": num_tokens}
-        recorder, control = member.recorder, TrainerControl()
+        recorder = member.recorder
         recorder.take_row = lambda: (row, bool(np.isfinite(nll)))
         try:
-            recorder.after_step(member.step, control)
-            if control.should_save:
+            wish = recorder.after_step(member.step)
+            if wish.save:
                 self._save(member)
             if recorder.interrupted:
                 raise Interrupted(f"stopped at step {member.step}, checkpointed")
-            over = control.should_training_stop or member.step >= member.config.optim.steps
+            over = wish.stop or member.step >= member.config.optim.steps
             if over:
                 summary = member.writer.finish(self._summary(member))
                 member.holding.close()

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from experiments import adapters
 from experiments.config import RunConfig
+from experiments.engines import PACKED_STATE
 from experiments.packed import arms
 from experiments.packed.pack import Pack
 
@@ -71,7 +72,7 @@ def test_a_restored_arm_goes_on_bitwise_in_another_slot(llama: Base, tmp_path: P
     assert pack.arms[0] == name
     arms.save(pack.take(name), tmp_path / "half", llama.root)
     restored = arms.restore(llama.arm(config), tmp_path / "half")
-    assert arms.is_packed(tmp_path / "half") and restored.num_steps == 5
+    assert (tmp_path / "half" / PACKED_STATE).exists() and restored.num_steps == 5
     pack, after = go_on([llama.arm(others[1]), llama.arm(others[0]), restored], slice(5, None))
     assert pack.arms[0] != name
     assert torch.equal(torch.cat([before[name], after[name]]), straight[name])
