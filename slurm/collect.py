@@ -13,9 +13,10 @@ from pathlib import Path
 
 from experiments import manifests, store
 from slurm.client import Client, SlurmError
+from slurm.holds import release
 from slurm.judge import Snapshot, judge, look
 from slurm.ledger import Ledger
-from slurm.states import SAID, Fate
+from slurm.states import SAID, Fate, is_held
 
 
 def collect(root: Path, study: str, scale: str, client: Client | None = None) -> tuple[int, list[str]]:
@@ -36,6 +37,8 @@ def collect(root: Path, study: str, scale: str, client: Client | None = None) ->
         place = places[run]
         found = judge(ledger, place, run, snapshot.seen(ledger, place))
         words = "queued or running" if found.fate is Fate.alive else SAID[found.fate]
+        if is_held(snapshot.seen(ledger, place)):
+            words = f"held; to let it go on: {release(place.entry.job_id, [place.task])}"
         cause = f" ({found.cause})" if found.cause and found.cause != "None" else ""
         said.append(f"{run}: {words}{cause} (log: {ledger.log_path(place.entry, place.task)})")
     return len(run_ids) - len(open_runs), said

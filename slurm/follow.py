@@ -10,18 +10,19 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from experiments import store
 from experiments.config import LaunchConfig, RunConfig, said
-from slurm import preflight
-from slurm.classes import larger, trains
+from slurm import preflight, retries
+from slurm.classes import trains
 from slurm.client import Client, SlurmDown, SlurmError
 from slurm.cluster import Cluster, ResourceClass
-from slurm.judge import Finding, Snapshot, judge, last_step, look
-from slurm.ledger import Ledger, Place
-from slurm.states import RETRIES, SAID, Fate
+from slurm.holds import held_lines
+from slurm.judge import Finding, judge, last_step, look
+from slurm.ledger import Entry, Ledger, Place
+from slurm.states import Fate
 from slurm.submit import Batch, batch, submit
 
 OnEvent = Callable[[str, str, dict[str, Any]], None]
@@ -51,10 +52,10 @@ class Follower:
         self.cluster = wanted.cluster
         self.ledger = Ledger(wanted.root)
         self.open = dict.fromkeys(wanted.configs)
-        self.spent: Counter[tuple[str, Fate]] = Counter()
         self.doubted: dict[tuple[str, int], float] = {}  # tasks that Slurm does not answer for, since when
         self.retry: dict[str, tuple[float, int]] = {}  # run -> not before, the submission that it was lost in
         self.steps: dict[str, int] = {}
+        self.said_held: set[str] = set()
         self.trouble_since: float | None = None
 
     @classmethod
@@ -72,9 +73,10 @@ class Follower:
         with self.ledger.locked():
             places = self.ledger.places()
             mine = {run: places[run] for run in self.open if run in places}
-            snapshot = look(self.client, self.ledger, mine.values()) if mine else Snapshot()
-            missing = [run for run in self.open if run not in mine or not self._in_flight(mine[run], run, snapshot)]
-            entries = self._submit(missing)
+            found = self._look(mine) if mine else {}
+            missing = [run for run in self.open if run not in mine or not self._in_flight(mine[run], found[run])]
+            given_up = self._given_up({run: mine[run] for run in missing if run in mine}, found)
+            entries = self._submit(missing, given_up)
         jobs = ", ".join(str(entry.job_id or "unconfirmed") for entry in entries)
         num_tasks = sum(len(entry.tasks) for entry in entries)
         _say(
@@ -117,57 +119,56 @@ class Follower:
     def _ask_slurm(self) -> None:
         places = self.ledger.places()
         watched = {run: places[run] for run in self.open if run in places and run not in self.retry}
-        snapshot = look(self.client, self.ledger, watched.values())
-        found = {run: judge(self.ledger, at, run, snapshot.seen(self.ledger, at)) for run, at in watched.items()}
+        found = self._look(watched)
         self._read_directories()  # a run that ended while Slurm was asked is no loss
         for run, place in watched.items():
             if run in self.open:
                 self._take(run, place, found[run])
+
+    def _look(self, places: Mapping[str, Place]) -> dict[str, Finding]:
+        """How each of these runs stands; says what is held, and takes out of the queue what Slurm will not start."""
+        snapshot = look(self.client, self.ledger, places.values())
+        found = {run: judge(self.ledger, at, run, snapshot.seen(self.ledger, at)) for run, at in places.items()}
+        for line in held_lines(self.ledger, places.values(), snapshot):
+            if line not in self.said_held:
+                self.said_held.add(line)
+                _say(line)
+        stuck = {run: at for run, at in places.items() if found[run].fate is Fate.held}
+        for at in stuck.values():
+            self._note_death(at, Fate.held)  # first, so that nobody takes it for cancelled by a person
+        if stuck:
+            self.client.cancel(sorted({f"{at.entry.job_id}_{at.task}" for at in stuck.values()}))
+        return found
 
     def _take(self, run: str, place: Place, finding: Finding) -> None:
         """Act on what was found of one run."""
         key = (place.entry.name, place.task)
         if finding.fate in (Fate.returning, Fate.unknown):
             since = self.doubted.setdefault(key, time.monotonic())
-            if time.monotonic() - since < (self.cluster.lost_s if place.entry.job_id else UNCONFIRMED_S):
+            if time.monotonic() - since < self._patience_s(place):
                 return
         else:
             self.doubted.pop(key, None)
         if finding.fate is Fate.alive:
             self._progress(run)
             return
-        log = str(self.ledger.log_path(place.entry, place.task))
-        if finding.fate is Fate.cancelled:
-            self._end("failed", run, cause="cancelled in Slurm; the same command submits it again", log=log)
-            return
         self._note_death(place, finding.fate)
-        why = SAID[finding.fate] + (f" ({finding.cause})" if finding.cause else "")
-        if finding.failed:
-            self._end("failed", run, cause=finding.cause, log=str(store.log_path(self.batch.root, run)))
-            return
-        again = "; trying again"
-        if finding.fate is Fate.memory:
-            bigger = self._larger(run, place.entry.resources)
-            if bigger is None:
-                self._end("failed", run, cause=f"{why} in class {place.entry.resources}, the largest", log=log)
-                return
-            again = f" in class {place.entry.resources}; trying again in class {bigger.name}"
-        counts = finding.fate is not Fate.returning and not self._began_elsewhere(run, place)
-        num = self.spent[run, finding.fate]
-        if num >= RETRIES[finding.fate]:
-            self._end("failed", run, cause=f"{why}, {num + 1} times", log=log)
-            return
-        self.spent[run, finding.fate] += counts or finding.fate is Fate.returning
-        self.retry[run] = (time.monotonic() + self.cluster.retry_pause_s, place.entry.sequence)
-        self.on_event("lost", run, {"cause": why + again, "log": log})
+        verdict = retries.decide(run, place, finding, self.cluster, self._fits(run))
+        log = self.ledger.log_path(place.entry, place.task)
+        if verdict.again:
+            self.retry[run] = (time.monotonic() + self.cluster.retry_pause_s, place.entry.sequence)
+            self.on_event("lost", run, {"cause": verdict.cause, "log": str(log)})
+        else:
+            own_log = store.log_path(self.batch.root, run)
+            self._end("failed", run, cause=verdict.cause, log=str(own_log if finding.failed else log))
 
-    def _began_elsewhere(self, run: str, place: Place) -> bool:
-        """Whether another run of the pack was the one at work when the task ended: this one is not to blame."""
-        began = [r for r in place.entry.tasks[place.task] if r in self.open and self._has_begun(r)]
-        return bool(began) and run not in began
+    def _fits(self, run: str) -> Callable[[ResourceClass], bool]:
+        """Which classes can train a run: not each run can be split over several GPUs."""
+        return lambda resources: trains(self.batch.configs[run], self.batch.launch, resources)
 
-    def _has_begun(self, run: str) -> bool:
-        return store.exists(self.batch.root / run / "config.json")
+    def _patience_s(self, place: Place) -> float:
+        """How long Slurm's silence about a task, or its word that it comes back, is borne."""
+        return self.cluster.lost_s if place.entry.job_id else UNCONFIRMED_S
 
     def _progress(self, run: str) -> None:
         step = last_step(self.batch.root / run)
@@ -191,42 +192,39 @@ class Follower:
         for run in due:
             del self.retry[run]
 
-    def _submit(self, runs: Sequence[str]) -> list[Any]:
+    def _submit(self, runs: Sequence[str], given_up: Collection[str] = ()) -> list[Entry]:
+        """Queue these runs; those that were given up with all their retries again."""
+        if not runs:
+            return []
         places = self.ledger.places()
-        chosen = {run: self._class_for(run, places.get(run)) for run in runs}
-        return submit(self.batch, runs, self.ledger, self.client, self.max_array_size, chosen) if runs else []
+        begun = {run for run in self.open if store.exists(self.batch.root / run / "config.json")}
+        chosen = {r: retries.class_for(r, places.get(r), self.batch.classes, self.cluster, self._fits(r)) for r in runs}
+        spent = {r: {} if r in given_up else retries.spent(r, places.get(r), begun) for r in runs}
+        return submit(self.batch, runs, self.ledger, self.client, self.max_array_size, chosen, spent)
 
-    def _class_for(self, run: str, last: Place | None) -> ResourceClass:
-        """The class of a run: what it needs, or one size up from where it died of memory."""
-        resources = self.batch.classes[run]
-        if last is not None:
-            names = [c.name for c in self.cluster.classes]
-            if last.entry.deaths.get(str(last.task)) == Fate.memory.value:
-                return self._larger(run, last.entry.resources) or resources
-            if last.entry.resources in names[names.index(resources.name) :]:  # it had to move up before
-                return self.cluster.classes[names.index(last.entry.resources)]
-        return resources
+    def _given_up(self, places: Mapping[str, Place], found: Mapping[str, Finding]) -> dict[str, str]:
+        """Those runs that an earlier launch has given up, and why; says so."""
+        verdicts = {run: retries.decide(run, at, found[run], self.cluster, self._fits(run)) for run, at in places.items()}
+        given_up = {run: verdict.cause for run, verdict in verdicts.items() if verdict.used_up}
+        for cause, num in Counter(given_up.values()).items():
+            _say(f"{num} runs were given up before ({cause}): tried anew, with all their retries")
+        return given_up
 
-    def _larger(self, run: str, name: str) -> ResourceClass | None:
-        """The next class after ``name`` that can train a run: not each can be split over several GPUs."""
-        bigger = larger(name, self.cluster)
-        while bigger and not trains(self.batch.configs[run], self.batch.launch, bigger):
-            bigger = larger(bigger.name, self.cluster)
-        return bigger
-
-    def _in_flight(self, place: Place, run: str, snapshot: Snapshot) -> bool:
-        found = judge(self.ledger, place, run, snapshot.seen(self.ledger, place)).fate
-        if found in (Fate.returning, Fate.unknown):
-            limit_s = self.cluster.lost_s if place.entry.job_id else UNCONFIRMED_S
-            return time.time() - place.entry.time_unix_s < limit_s
-        if found is not Fate.alive:
-            self._note_death(place, found)
-        return found is Fate.alive
+    def _in_flight(self, place: Place, finding: Finding) -> bool:
+        if finding.fate in (Fate.returning, Fate.unknown):
+            if time.time() - place.entry.time_unix_s < self._patience_s(place):
+                return True
+        elif finding.fate is Fate.alive:
+            return True
+        self._note_death(place, finding.fate)
+        return False
 
     def _note_death(self, place: Place, found: Fate) -> None:
-        if found is not Fate.cancelled and place.entry.deaths.get(str(place.task)) != found.value:
-            place.entry.deaths[str(place.task)] = found.value
-            self.ledger.save(place.entry)
+        noted = place.entry.deaths.get(str(place.task))
+        if found is Fate.cancelled or noted == found.value or (found is Fate.unknown and noted):
+            return
+        place.entry.deaths[str(place.task)] = found.value
+        self.ledger.save(place.entry)
 
     def _end(self, kind: str, run: str, **detail: Any) -> None:
         self.open.pop(run, None)

@@ -74,10 +74,17 @@ class Finding:
     failed: bool = False
 
 
+def fate_of(place: Place, seen: Seen | None) -> Fate:
+    """What a task's state means, knowing what launchers did: one that was held they take out of the queue."""
+    found = fate(seen)
+    held = place.entry.deaths.get(str(place.task)) == Fate.held.value
+    return Fate.held if held and found is Fate.cancelled else found
+
+
 def judge(ledger: Ledger, place: Place, run: str, seen: Seen | None) -> Finding:
     """What became of a run that has no summary. A failure that the run recorded counts if it is of this submission."""
-    found = fate(seen)
-    if found in (Fate.alive, Fate.returning, Fate.unknown, Fate.cancelled):
+    found = fate_of(place, seen)
+    if found in (Fate.alive, Fate.returning, Fate.unknown, Fate.cancelled, Fate.held):
         return Finding(found, seen.detail if seen else "")
     tail = tail_of(ledger.log_path(place.entry, place.task))
     cause = _recorded(ledger.root / run, place.entry.time_unix_s) or _printed(tail, run)

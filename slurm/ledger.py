@@ -24,7 +24,8 @@ from experiments.store import FORMAT, check_format, explained, read_json, with_f
 class Entry:
     """One array job. ``job_id`` 0: not known to have been accepted. ``tasks[k]`` are the runs of element k.
 
-    ``deaths`` tells how elements ended that did not finish their runs, by index.
+    ``deaths`` tells how elements ended that did not finish their runs, by index. ``spent`` tells how often runs had
+    been submitted again before, this time included, by run and cause.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Entry:
     time_unix_s: float = field(default_factory=time.time)
     cancelled: list[int] = field(default_factory=list)
     deaths: dict[str, str] = field(default_factory=dict)
+    spent: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -79,11 +81,15 @@ class Ledger:
         """For each run ever submitted, its newest submission."""
         return {run: Place(entry, k) for entry in self.entries() for k, runs in enumerate(entry.tasks) for run in runs}
 
-    def add(self, study: str, scale: str, resources: str, tasks: Sequence[list[str]], runs: Mapping[str, Any]) -> Entry:
+    def add(
+        self, study: str, scale: str, resources: str, tasks: Sequence[list[str]], runs: Mapping[str, Any],
+        spent: Mapping[str, dict[str, int]] | None = None,
+    ) -> Entry:  # fmt: skip
         """Record an array about to be submitted, with what its tasks will read. Call it under the lock."""
         sequence = max((entry.sequence for entry in self.entries()), default=0) + 1
         slug = re.sub(r"[^A-Za-z0-9.-]+", "_", f"{study}-{scale}-{resources}")[:60]
         entry = Entry(f"{slug}-{secrets.token_hex(4)}", sequence, study, scale, resources, [list(t) for t in tasks])
+        entry.spent = {run: counts for runs_ in tasks for run in runs_ if (counts := (spent or {}).get(run))}
         write_json(self.runs_path(entry), {"format": FORMAT, "tasks": entry.tasks, **runs})
         self.save(entry)
         return entry

@@ -26,23 +26,23 @@ class Job:
 class Fate(enum.Enum):
     """What a state means for the runs of a task."""
 
-    alive = "alive"  # queued or running
+    alive = "alive"  # queued or running; also held by a person, who has a reason
     returning = "returning"  # Slurm's word for an end that it usually takes back
     ended = "ended"  # COMPLETED: no proof of anything, the summary is
     died = "died"
     memory = "memory"
     time = "time"
     node = "node"
+    held = "held"  # by Slurm, after it could not start it; it does not try again by itself
     cancelled = "cancelled"
     unknown = "unknown"
 
 
 FATES = {
     **dict.fromkeys(("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING",
-                     "STAGE_OUT"), Fate.alive),
+                     "STAGE_OUT", "SPECIAL_EXIT", "RESV_DEL_HOLD"), Fate.alive),
     # A job that may be requeued shows these between two of its lives; so no word here is an end.
-    **dict.fromkeys(("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "PREEMPTED", "NODE_FAIL", "SPECIAL_EXIT",
-                     "RESV_DEL_HOLD", "REVOKED"), Fate.returning),
+    **dict.fromkeys(("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "PREEMPTED", "NODE_FAIL", "REVOKED"), Fate.returning),
     "COMPLETED": Fate.ended,
     "FAILED": Fate.died,
     "OUT_OF_MEMORY": Fate.memory,
@@ -52,9 +52,14 @@ FATES = {
     "CANCELLED": Fate.cancelled,
 }  # fmt: skip
 
-RETRIES = {Fate.ended: 2, Fate.died: 2, Fate.memory: 1, Fate.time: 20, Fate.node: 5, Fate.returning: 5, Fate.unknown: 3}
-"""How often a run is submitted again for each cause within one launch. Guesses: a time limit is the normal life of a
-long run, a dead node is nobody's fault, a death by itself tends to repeat."""
+HOLDS = ("SPECIAL_EXIT", "RESV_DEL_HOLD")
+HELD_AT_START = ("launch failed requeued held", "JobHoldMaxRequeue")
+"""Reasons of a pending job that could not be started: a node's prolog failed, or starts failed too often."""
+
+RETRIES = {Fate.ended: 2, Fate.died: 2, Fate.memory: 1, Fate.time: 20, Fate.node: 5, Fate.returning: 5,
+           Fate.held: 3, Fate.unknown: 3}  # fmt: skip
+"""How often a run is submitted again for each cause (see ``slurm.retries``). Guesses: a time limit is the normal life
+of a long run, a dead node is nobody's fault, a death by itself tends to repeat."""
 
 SAID = {
     Fate.ended: "its job ended without the run's summary",
@@ -63,6 +68,7 @@ SAID = {
     Fate.time: "time limit",
     Fate.node: "its node failed",
     Fate.returning: "its job was stopped and did not come back",
+    Fate.held: "its job could not be started and was held",
     Fate.cancelled: "cancelled",
     Fate.unknown: "Slurm lost its job",
 }
@@ -72,7 +78,16 @@ def fate(seen: Seen | None) -> Fate:
     """What a task's state means; a word that is not known here counts as alive, never as an end."""
     if seen is None:
         return Fate.unknown
+    if seen.state == "PENDING" and seen.detail.replace("_", " ") in HELD_AT_START:
+        return Fate.held
     return FATES.get(seen.state.split()[0].rstrip("+"), Fate.alive)  # "CANCELLED by 0"
+
+
+def is_held(seen: Seen | None) -> bool:
+    """Whether a task stays in the queue until somebody releases it, whoever holds it."""
+    if seen is None or seen.state not in ("PENDING", *HOLDS):
+        return False
+    return seen.state in HOLDS or "held" in seen.detail.lower() or seen.detail in HELD_AT_START
 
 
 def parse_squeue(text: str) -> dict[str, Job]:

@@ -1,4 +1,7 @@
-"""Where the jobs of a store stand: ``python -m slurm.status [--root runs]``; one line for each array with work left."""
+"""Where the jobs of a store stand: ``python -m slurm.status [--root runs]``; one line for each array with work left.
+
+What Slurm holds is said with the command that releases it.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,10 @@ from pathlib import Path
 
 from experiments import store
 from slurm.client import Client, SlurmError
-from slurm.judge import Snapshot, look
+from slurm.holds import held_lines
+from slurm.judge import Snapshot, fate_of, look
 from slurm.ledger import Ledger, Place
-from slurm.states import Fate, Seen, fate
+from slurm.states import Fate, Seen, is_held
 
 STATUS_CALL_S = 10.0
 """Status answers soon: with the controller down it says so after this."""
@@ -46,14 +50,15 @@ def lines(root: Path, done: Collection[str] | None = None, client: Client | None
         states = ", ".join(f"{found[word]} {word}" for word in sorted(found))
         job = f"job {entry.job_id}" if entry.job_id else "job not confirmed"
         said.append(f"slurm: {entry.study} ({entry.scale}), class {entry.resources}, {job}: {states}")
-    return said
+    return said + held_lines(ledger, unfinished.values(), snapshot)
 
 
 def _word(seen: Seen | None, place: Place) -> str:
-    found = fate(seen)
+    found = fate_of(place, seen)
+    if is_held(seen):
+        return "held"
     if found is Fate.alive and seen is not None:
-        held = f" ({seen.detail})" if "held" in seen.detail.lower() else ""
-        return ("queued" if seen.state == "PENDING" else seen.state.lower()) + held
+        return "queued" if seen.state == "PENDING" else seen.state.lower()
     if found is Fate.cancelled:
         return "cancelled"
     if found is Fate.unknown:

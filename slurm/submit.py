@@ -91,9 +91,11 @@ def script(cluster: Cluster, runs: Path) -> str:
 
 def submit(
     wanted: Batch, run_ids: Sequence[str], ledger: Ledger, client: Client, max_array_size: int,
-    chosen: Mapping[str, ResourceClass] | None = None,
+    chosen: Mapping[str, ResourceClass] | None = None, spent: Mapping[str, dict[str, int]] | None = None,
 ) -> list[Entry]:  # fmt: skip
     """Queue these runs, one array for each class, cut to what the cluster takes. Call it under the ledger's lock.
+
+    ``chosen`` are their classes where they are not the batch's, ``spent`` how often each was tried again by cause.
 
     An array that sbatch refuses leaves nothing behind and raises SlurmError. Where the controller did not answer the
     entry stays without a job id: the following finds the job by its name, or finds that there is none.
@@ -105,7 +107,7 @@ def submit(
         for tasks in classes.chunks(classes.pack(mine, resources.runs_per_task), max_array_size):
             configs = {run: encode(wanted.configs[run]) for runs in tasks for run in runs}
             document = {"launch": encode(classes.task_launch(wanted.launch, resources)), "configs": configs}
-            entry = ledger.add(wanted.study, wanted.scale, resources.name, tasks, document)
+            entry = ledger.add(wanted.study, wanted.scale, resources.name, tasks, document, spent)
             log = ledger.log_path(entry, "TASK")
             with explained(log.parent):
                 log.parent.mkdir(parents=True, exist_ok=True)

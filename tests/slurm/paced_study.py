@@ -1,6 +1,7 @@
-"""A study of paced runs and its launcher; as a program, that launcher: ``python paced_study.py ROOT [seconds a step]``.
+"""A study of paced runs and its launcher; as a program, that launcher.
 
-The program prints one JSON line for each event.
+``python paced_study.py ROOT [seconds a step [line of the job's shell before the task]]`` prints one JSON line for each
+event.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def paced_batch(
 def main(arguments: Sequence[str]) -> int:
     submit.TASK = "paced"
     configs = paced_configs(step_s=float(arguments[1]) if len(arguments) > 1 else 0.1)
-    follower = paced_batch(Path(arguments[0]), configs, on_event=lambda *e: print(json.dumps(e), flush=True))
+    cluster = replace(CLUSTER, setup=tuple(arguments[2:]))
+    follower = paced_batch(Path(arguments[0]), configs, cluster, lambda *e: print(json.dumps(e), flush=True))
     follower.start()
     print(json.dumps(["submitted", "", {}]), flush=True)
     follower.follow()

@@ -80,9 +80,15 @@ AccountingStoragePort={dbd_port}
 AccountingStoragePass={dir}/run/munge.sock
 AccountingStorageTRES=gres/gpu
 GresTypes=gpu
+Prolog={dir}/etc/prolog
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=5 State=UP PriorityTier=10
 PartitionName=low Nodes=ALL MaxTime=INFINITE DefaultTime=5 State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=10
+"""
+
+PROLOG = """\
+#!/bin/sh
+test ! -e {dir}/run/$SLURMD_NODENAME.sick
 """
 
 DBD_CONF = """\
@@ -187,8 +193,15 @@ class PrivateCluster:
         """NODE_FAIL at once for what runs there (a dead slurmd takes half a minute)."""
         self.sh("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
 
+    def make_sick(self, node: str, sick: bool = True) -> None:
+        """A node whose prolog fails: Slurm drains it and holds the job that it could not start."""
+        mark = self.dir / "run" / f"{node}.sick"
+        mark.touch() if sick else mark.unlink(missing_ok=True)
+
     def heal(self) -> None:
         """Bring back what a test broke, and forget its jobs."""
+        for node in self.nodes:
+            self.make_sick(node, sick=False)
         for daemon in ("slurmdbd", "slurmctld", *(f"slurmd.{node}" for node in self.nodes)):
             if daemon not in self._children:
                 self.start(daemon)
@@ -246,6 +259,8 @@ class PrivateCluster:
                   "message_timeout_s": message_timeout_s}  # fmt: skip
         etc = self.dir / "etc"
         (etc / "slurm.conf").write_text(CONF.format(**values))
+        (etc / "prolog").write_text(PROLOG.format(**values))
+        (etc / "prolog").chmod(0o755)
         (etc / "gres.conf").write_text(f"NodeName=n[1-{NUM_NODES}] Name=gpu File={device}[0-1]\n")
         for name, content in (("slurmdbd.conf", DBD_CONF.format(**values)), ("munge.key", secrets.token_hex(512))):
             (etc / name).touch(mode=0o600)

@@ -142,8 +142,8 @@ def test_cancelled_elements_are_said_and_come_back_with_the_same_command(
     assert collect(store_root, "paced", "mini") == (12, [])
 
 
-def launcher(root: Path, step_s: float = 0.1) -> subprocess.Popen[str]:
-    command = [sys.executable, str(Path(__file__).with_name("paced_study.py")), str(root), str(step_s)]
+def launcher(root: Path, step_s: float = 0.1, *setup: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(Path(__file__).with_name("paced_study.py")), str(root), str(step_s), *setup]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                             env={**os.environ, "PYTHONPATH": f"{os.environ['PYTHONPATH']}:{Path.cwd()}"})  # fmt: skip
 

@@ -147,14 +147,6 @@ def test_run_that_cannot_be_trained_fails_once(paced: None, store_root: Path) ->
     assert said(study, "failed") == ["RuntimeError: cannot be trained"] * 3 and len(study.ledger.entries()) == 1
 
 
-def test_task_that_cannot_start_is_given_up(paced: None, store_root: Path) -> None:
-    study = paced_batch(store_root, cluster=replace(CLUSTER, setup=("echo no such module >&2; exit 1",)))
-    with following(study):
-        pass
-    assert len(study.ledger.entries()) == 3
-    assert set(said(study, "failed")) == {"its job died (no such module), 3 times"}
-
-
 @pytest.mark.parametrize("trouble", ["read-only", "full"])
 def test_store_in_trouble_for_twenty_seconds(
     paced: None, cluster: PrivateCluster, tmp_path: Path, trouble: str, capfd: pytest.CaptureFixture[str]
