@@ -71,8 +71,12 @@ class Writer(Protocol):
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one row of metrics."""
 
-    def seal(self, checkpoint: Path) -> None:
-        """Take a checkpoint for complete."""
+    @property
+    def scratch(self) -> Path:
+        """Where this attempt writes its checkpoints."""
+
+    def commit_checkpoint(self, written: Path) -> None:
+        """Make a checkpoint that lies whole in ``scratch`` the run's."""
 
 
 class RunWriter:
@@ -81,7 +85,8 @@ class RunWriter:
     On a shared file system a lock ends with the lease of its machine: a machine that was cut off from the others
     may come back and go on writing a run that was given to another one. So every write first looks whether the lock
     file still names this attempt, and raises Busy if not; what such an attempt appends before it notices goes to the
-    file that its successor has replaced.
+    file that its successor has replaced. Checkpoints take long to write: each attempt does it in a directory of its
+    own, and only a whole one becomes the run's, by a rename.
     """
 
     def __init__(self, path: Path, lock: Any, owner: str = "") -> None:
@@ -91,6 +96,11 @@ class RunWriter:
         self.mirrors: list[Callable[[Mapping[str, Any]], None]] = []
         self._lock = lock
         self._metrics: Any = None
+
+    @property
+    def scratch(self) -> Path:
+        """Where this attempt alone writes its checkpoints, each until ``commit_checkpoint``."""
+        return self.path / "checkpoints" / f".{self.owner.rpartition(' ')[2] or 'attempt'}"
 
     @property
     def summary(self) -> dict[str, Any] | None:
@@ -110,6 +120,8 @@ class RunWriter:
         where another number of processes wrote the checkpoint: one process does not read what several write, and
         what goes on with another number is no longer to the bit what it would have been.
         """
+        for abandoned in (self.path / "checkpoints").glob(".*"):
+            shutil.rmtree(abandoned, ignore_errors=True)  # its writer may be alive: what it still writes is nobody's
         for name in unsound_checkpoints(self.path):
             self.notes.append(f"{name} is incomplete: deleted, its steps are trained again")
             shutil.rmtree(self.path / "checkpoints" / name)
@@ -161,17 +173,28 @@ class RunWriter:
 
     def append_sample(self, row: Mapping[str, Any]) -> None:
         """Add one sampled completion to samples.jsonl."""
+        self.check_owner()
         with explained(self.path / "samples.jsonl"), (self.path / "samples.jsonl").open("a", encoding="utf-8") as file:
             file.write(_row(row))
 
-    def seal(self, checkpoint: Path, processes: int = 1) -> None:
-        """Declare a checkpoint complete and drop what it makes superfluous."""
-        seal_checkpoint(checkpoint, processes)
-        prune_checkpoints(self.path)
-
     def write(self, name: str, value: Mapping[str, Any]) -> None:
         """Write one of the run's JSON documents atomically."""
+        self.check_owner()
         write_json(self.path / name, value)
+
+    def commit_checkpoint(self, written: Path, processes: int = 1) -> None:
+        """Make a checkpoint that lies whole in ``scratch`` the run's, and drop older ones.
+
+        ``processes`` wrote it. Raises Busy, with the run's checkpoints as they were, if another process has taken this run over.
+        """
+        seal_checkpoint(written, processes)
+        place = self.path / "checkpoints" / written.name
+        self.check_owner()
+        with explained(place):
+            if place.exists():  # of an attempt that was replaced between its own look and its rename
+                place.rename(self.scratch / f"replaced-{written.name}")
+            written.rename(place)
+        prune_checkpoints(self.path)
 
     def finish(self, summary: Mapping[str, Any]) -> dict[str, Any]:
         """Commit the run: metrics to disk, then summary.json; checkpoints are dropped afterwards."""
@@ -205,6 +228,7 @@ def claim(root: Path, run_id: str, config: Mapping[str, Any]) -> Iterator[RunWri
     with explained(path):
         path.mkdir(parents=True, exist_ok=True)
         lock = (path / "lock").open("a+")
+    writer = None
     try:
         if not _try_lock(lock):
             lock.seek(0)
@@ -225,4 +249,6 @@ def claim(root: Path, run_id: str, config: Mapping[str, Any]) -> Iterator[RunWri
         writer = RunWriter(path, lock, owner)
         yield writer
     finally:
+        if writer is not None:
+            shutil.rmtree(writer.scratch, ignore_errors=True)
         lock.close()

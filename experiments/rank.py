@@ -58,7 +58,7 @@ def train(job: Mapping[str, Any], emit: Emit, stop: threading.Event) -> dict[str
     meet()
     config, launch = decode(job["config"]), decode_launch(job["launch"])
     first = dist.get_rank() == 0
-    writer = RankWriter(Path(job["path"]), job["resume"], emit if first else _nothing)
+    writer = RankWriter(Path(job["path"]), Path(job["scratch"]), job["resume"], emit if first else _nothing)
     progress = Progress(
         on_step=lambda step, steps, value: (emit if first else _nothing)(
             kind="step", step=step, steps=steps, value=value
@@ -88,8 +88,8 @@ def meet() -> None:
 class RankWriter:
     """The writer of a run as a rank has it: the parent writes."""
 
-    def __init__(self, path: Path, resume: Mapping[str, Any] | None, emit: Emit) -> None:
-        self.path, self.resume, self.emit = path, resume, emit
+    def __init__(self, path: Path, scratch: Path, resume: Mapping[str, Any] | None, emit: Emit) -> None:
+        self.path, self.scratch, self.resume, self.emit = path, scratch, resume, emit
 
     def resume_point(self) -> Any:
         """What the parent found, before the ranks were started."""
@@ -102,7 +102,7 @@ class RankWriter:
         """Hand over one row of metrics."""
         self.emit(kind="row", row=dict(row))
 
-    def seal(self, checkpoint: Path) -> None:
+    def commit_checkpoint(self, checkpoint: Path) -> None:
         """Say that a checkpoint is complete, once every rank has written its part."""
         from experiments import ranks
 

@@ -123,9 +123,9 @@ class Recorder(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         self.saved(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
-    def saved(self, checkpoint: Path) -> None:
-        """Declare a checkpoint complete, its last byte being written."""
-        self.writer.seal(checkpoint)
+    def saved(self, written: Path) -> None:
+        """Make a checkpoint the run's, its last byte being written."""
+        self.writer.commit_checkpoint(written)
         self._saved_at = time.monotonic()
 
     def _timed_evaluation(self) -> dict[str, float]:

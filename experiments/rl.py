@@ -169,7 +169,7 @@ def train(config: RunConfig, launch: LaunchConfig, writer: RunWriter, progress: 
     try:
         trainer = Trainer(
             model, config, sampler, how, grade,
-            args=trainer_arguments(config, launch, writer.path / "checkpoints"),
+            args=trainer_arguments(config, launch, writer.scratch),
             train_dataset=Dataset.from_list([_row(i, data.train[i].prompt) for i in map(int, order)]),
             processing_class=tokenizer,
             environment_factory=environments(config, data.train),

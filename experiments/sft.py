@@ -113,7 +113,7 @@ def train(config: RunConfig, launch: LaunchConfig, writer: Writer, progress: Pro
     )
     trainer = Trainer(
         model=model,
-        args=trainer_arguments(config, launch, writer.path / "checkpoints"),
+        args=trainer_arguments(config, launch, writer.scratch),
         train_dataset=data.train.select(order),
         processing_class=tokenizer,
         callbacks=[recorder],

@@ -63,7 +63,8 @@ def check_devices(launch: LaunchConfig) -> None:
 
 def _job(config: RunConfig, launch: LaunchConfig, writer: RunWriter, resume: ResumePoint | None) -> dict[str, Any]:
     found = {"checkpoint": str(resume.checkpoint), "step": resume.step, "rows": resume.rows} if resume else None
-    return {"config": encode(config), "launch": encode(launch), "path": str(writer.path), "resume": found}
+    places = {"path": str(writer.path), "scratch": str(writer.scratch)}
+    return {"config": encode(config), "launch": encode(launch), **places, "resume": found}
 
 
 def _followed(ranks: Ranks, launch: LaunchConfig, writer: RunWriter, progress: Progress) -> dict[str, Any]:
@@ -79,7 +80,7 @@ def _followed(ranks: Ranks, launch: LaunchConfig, writer: RunWriter, progress: P
         elif kind == "step":
             progress.on_step(event["step"], event["steps"], event["value"])
         elif kind == "saved":
-            writer.seal(Path(event["checkpoint"]), launch.processes)
+            writer.commit_checkpoint(Path(event["checkpoint"]), launch.processes)
         elif kind in ("refused", "failed", "died"):
             return _failed(ranks, event)
         elif kind in ("ended", "interrupted") and event["rank"] == 0:

@@ -12,7 +12,7 @@ Layout of ``<root>/<run id>/``::
     provenance.json   commit and diff, versions, hardware, argv, revisions, init hash
     metrics.jsonl     one row per evaluated step; a prefix of the truth after a crash
     samples.jsonl     RL: a few held-out completions of each evaluation
-    checkpoints/      checkpoint-<step>/ with SOUND.json written last
+    checkpoints/      checkpoint-<step>/ with SOUND.json; .<attempt>/ where one is written before it is moved here
     failure.json      why the last attempt failed, if it did
     summary.json      written last, atomically: it alone means *done*
     lock              held (flock) by the process that writes; dropped by the kernel when it dies

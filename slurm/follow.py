@@ -204,7 +204,9 @@ class Follower:
 
     def _given_up(self, places: Mapping[str, Place], found: Mapping[str, Finding]) -> dict[str, str]:
         """Those runs that an earlier launch has given up, and why; says so."""
-        verdicts = {run: retries.decide(run, at, found[run], self.cluster, self._fits(run)) for run, at in places.items()}
+        verdicts = {
+            run: retries.decide(run, at, found[run], self.cluster, self._fits(run)) for run, at in places.items()
+        }
         given_up = {run: verdict.cause for run, verdict in verdicts.items() if verdict.used_up}
         for cause, num in Counter(given_up.values()).items():
             _say(f"{num} runs were given up before ({cause}): tried anew, with all their retries")

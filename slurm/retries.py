@@ -40,9 +40,7 @@ def _next_class(name: str, cluster: Cluster, fits: Fits) -> ResourceClass | None
     return bigger
 
 
-def decide(
-    run: str, place: Place, finding: Finding, cluster: Cluster, fits: Fits = lambda resources: True
-) -> Verdict:
+def decide(run: str, place: Place, finding: Finding, cluster: Cluster, fits: Fits = lambda resources: True) -> Verdict:
     """Whether a run is tried again, and what is said of it. ``fits`` says which classes can train it."""
     if finding.fate is Fate.cancelled:
         return Verdict(False, f"cancelled in Slurm; {AGAIN}")

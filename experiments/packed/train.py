@@ -262,7 +262,7 @@ class _Engine:
 
     def _save(self, member: Member) -> None:
         assert self.pack
-        directory = member.writer.path / "checkpoints" / f"checkpoint-{member.step}"
+        directory = member.writer.scratch / f"checkpoint-{member.step}"
         arms.save(self.pack.take(member.name), directory, self.session.cache)
         member.recorder.saved(directory)
 

@@ -85,6 +85,55 @@ def test_attempt_that_was_replaced_writes_no_more(tmp_path: Path) -> None:
             assert not (tmp_path / "run" / "summary.json").exists()
 
 
+def write_checkpoint(writer: claim.RunWriter, step: int, content: bytes) -> Path:
+    directory = writer.scratch / f"checkpoint-{step}"
+    directory.mkdir(parents=True)
+    (directory / "model.bin").write_bytes(content)
+    return directory
+
+
+def test_attempt_that_was_replaced_commits_no_checkpoint(tmp_path: Path) -> None:
+    """It comes back in the middle of one: neither its half nor its whole one gets among its successor's."""
+    run = tmp_path / "run"
+    with claim.claim(tmp_path, "run", {}) as stale:
+        stale.append({"step": 1})
+        stale.commit_checkpoint(write_checkpoint(stale, 1, b"old"))
+        stale.append({"step": 2})
+        late = write_checkpoint(stale, 2, b"old, hal")
+        (run / "lock").unlink()  # the lock of a file system that has given it up
+        with claim.claim(tmp_path, "run", {}) as fresh:
+            point = fresh.resume_point()
+            assert point is not None and point.step == 1 and not late.exists()
+            fresh.append({"step": 2})
+            half = write_checkpoint(fresh, 2, b"new, ha")
+            late.mkdir(parents=True)
+            (late / "model.bin").write_bytes(b"old, half the size")
+            with pytest.raises(claim.Busy, match="taken over by pid"):
+                stale.commit_checkpoint(late)
+            assert [c.name for c in store.checkpoints(run)] == ["checkpoint-1"] and half.exists()
+            (half / "model.bin").write_bytes(b"new, whole")
+            fresh.commit_checkpoint(half)
+            for write in (lambda: stale.fail("no", ""), lambda: stale.append_sample({"step": 2}),
+                          lambda: stale.write("provenance.json", {})):  # fmt: skip
+                with pytest.raises(claim.Busy):
+                    write()
+            assert not {"failure.json", "samples.jsonl", "provenance.json"} & {p.name for p in run.iterdir()}
+    assert [c.name for c in store.checkpoints(run)] == ["checkpoint-1", "checkpoint-2"]
+    assert (run / "checkpoints" / "checkpoint-2" / "model.bin").read_bytes() == b"new, whole"
+    assert not store.unsound_checkpoints(run) and not list((run / "checkpoints").glob(".*"))
+
+
+def test_checkpoint_that_slipped_in_is_replaced_whole(tmp_path: Path) -> None:
+    """Between the look at the lock and the rename an attempt may be replaced: its checkpoint is whole, and goes."""
+    run = begin(tmp_path)
+    checkpoint(run, 1)
+    with claim.claim(tmp_path, "r-1", CONFIG) as writer:
+        writer.commit_checkpoint(write_checkpoint(writer, 1, b"new"))
+    assert store.is_sound(run / "checkpoints" / "checkpoint-1")
+    assert (run / "checkpoints" / "checkpoint-1" / "model.bin").read_bytes() == b"new"
+    assert not list((run / "checkpoints").glob(".*"))
+
+
 def test_resume_point_is_the_newest_sound_checkpoint(tmp_path: Path) -> None:
     run = begin(tmp_path)
     with claim.claim(tmp_path, "r-1", CONFIG) as writer:

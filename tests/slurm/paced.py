@@ -63,10 +63,10 @@ def train(config: RunConfig, writer: claim.RunWriter, should_stop: Callable[[], 
         value = moved(value, step)
         writer.append({"step": step, "value": value})
         if step % 5 == 0 or should_stop():
-            checkpoint = writer.path / "checkpoints" / f"checkpoint-{step}"
+            checkpoint = writer.scratch / f"checkpoint-{step}"
             checkpoint.mkdir(parents=True, exist_ok=True)
             (checkpoint / "state.json").write_text(json.dumps({"value": value}))
-            store.seal_checkpoint(checkpoint)
+            writer.commit_checkpoint(checkpoint)
         if should_stop() and step < config.optim.steps:
             return False
     del ballast
