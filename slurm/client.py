@@ -18,7 +18,8 @@ GAP_S = 1.0
 """Between the starts of two calls: a shared controller serves everybody."""
 QUEUE_FORMAT = "%F|%K|%T|%r|%j"
 DOWN = ("Unable to contact slurm controller", "Connection refused", "timed out", "Connection timed out",
-        "Zero Bytes were transmitted", "Unable to establish controller", "backup controller")  # fmt: skip
+        "Zero Bytes were transmitted", "Unable to establish controller", "backup controller",
+        "Transport endpoint is not connected", "Connection reset", "Broken pipe")  # fmt: skip
 NOT_SET_UP = ("Could not establish a configuration source", "Unable to read", "fatal: Unable to process config")
 
 
@@ -62,9 +63,15 @@ class Client:
         self._run(["sbatch", "--test-only", *options], script)
 
     def queue(self) -> dict[str, Job]:
-        """What the controller knows of this user's array jobs, by name, ended ones included."""
+        """What the controller knows of this user's array jobs, by name, ended ones included.
+
+        A question cannot be refused: whatever goes wrong, in words of any version, is SlurmDown.
+        """
         arguments = ["-h", "-r", "-t", "all", "-u", str(os.getuid()), "-o", QUEUE_FORMAT]
-        return parse_squeue(self._run(["squeue", *arguments]))
+        try:
+            return parse_squeue(self._run(["squeue", *arguments]))
+        except SlurmError as error:
+            raise SlurmDown(str(error)) from None
 
     def account(self, job_ids: Iterable[int]) -> dict[str, Job]:
         """What the accounting remembers of these array jobs, the newest record of each element."""

@@ -30,15 +30,23 @@ class Snapshot:
         from a lost one by its array, which is known, and by its log, which no start has made.
         """
         name, task = place.entry.name, place.task
-        jobs = [jobs[name] for jobs in (self.queue, self.accounted) if name in jobs]
-        for job in jobs:
-            if task in job.elements:
-                return job.elements[task]
+        queued, recorded = self.queue.get(name), self.accounted.get(name)
+        if queued and task in queued.elements:
+            return queued.elements[task]
+        seen = recorded.elements.get(task) if recorded else None
+        if seen and not _never_ended(seen):
+            return seen
         if task in place.entry.cancelled:
             return Seen("CANCELLED")
-        if jobs and not ledger.log_path(place.entry, task).exists():
+        if seen is None and (queued or recorded) and not ledger.log_path(place.entry, task).exists():
             return Seen("CANCELLED", "while it was pending")
         return None
+
+
+def _never_ended(recorded: Seen) -> bool:
+    """Whether a record only says that its controller lost the job: killed before it had written it down, it leaves
+    it running in the accounting for ever, or cancelled by nobody ("CANCELLED by 1000" names who wanted it)."""
+    return fate(recorded) is Fate.alive or recorded.state == "CANCELLED"
 
 
 def look(client: Client, ledger: Ledger, places: Iterable[Place]) -> Snapshot:

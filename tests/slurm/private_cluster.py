@@ -81,6 +81,7 @@ AccountingStoragePass={dir}/run/munge.sock
 AccountingStorageTRES=gres/gpu
 GresTypes=gpu
 Prolog={dir}/etc/prolog
+Include {dir}/etc/numbers.conf
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=5 State=UP PriorityTier=10
 PartitionName=low Nodes=ALL MaxTime=INFINITE DefaultTime=5 State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=10
@@ -124,6 +125,7 @@ class PrivateCluster:
                     "MYSQL_UNIX_PORT": str(self.dir / "run/db.sock")}  # fmt: skip
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._port = _free_block(2 + NUM_NODES)
+        self._first_job_id = 1
         self._write_conf(cred_expire_s, message_timeout_s)
 
     def up(self) -> None:
@@ -152,6 +154,8 @@ class PrivateCluster:
 
     def start(self, daemon: str) -> None:
         """Start one daemon in the foreground mode it has for service managers, so that its pid is known."""
+        if daemon == "slurmctld":
+            self._new_numbers()
         run, etc = self.dir / "run", self.dir / "etc"
         name, _, node = daemon.partition(".")
         command = {
@@ -179,6 +183,18 @@ class PrivateCluster:
         if child is not None:
             child.kill()
             child.wait()
+
+    def _new_numbers(self) -> None:
+        """A killed controller forgets its newest jobs and gives their numbers out again. A node that has just run the
+        first job of that number refuses the second ("already running"), and Slurm drains it and holds the job."""
+        (self.dir / "etc" / "numbers.conf").write_text(f"FirstJobId={self._first_job_id}\n")
+        self._first_job_id += 10_000
+
+    def save_state(self, job: int) -> None:
+        """Wait until the controller has written down that it has this job: it does so up to five seconds later."""
+        since = time.time()
+        self.sh("scontrol", "update", f"jobid={job}", "comment=known")
+        self._until(lambda: (self.dir / "state" / "job_state").stat().st_mtime > since)
 
     def sh(self, *command: str) -> str:
         """Output of a Slurm command; raises AssertionError if it fails."""
@@ -259,6 +275,7 @@ class PrivateCluster:
                   "message_timeout_s": message_timeout_s}  # fmt: skip
         etc = self.dir / "etc"
         (etc / "slurm.conf").write_text(CONF.format(**values))
+        self._new_numbers()
         (etc / "prolog").write_text(PROLOG.format(**values))
         (etc / "prolog").chmod(0o755)
         (etc / "gres.conf").write_text(f"NodeName=n[1-{NUM_NODES}] Name=gpu File={device}[0-1]\n")

@@ -164,6 +164,16 @@ def test_cancelled_while_pending_is_no_loss(tmp_path: Path) -> None:
     assert judge(ledger, place, "a", known.seen(ledger, place)).fate is Fate.unknown
 
 
+def test_job_that_only_the_accounting_has_running_is_lost(tmp_path: Path) -> None:
+    """So is one that nobody cancelled: its controller was killed before it had written the job down."""
+    ledger, place = entry_of(tmp_path, [["a"]])
+    meanings = {"RUNNING": Fate.unknown, "PENDING": Fate.unknown, "CANCELLED": Fate.unknown,
+                "CANCELLED by 0": Fate.cancelled, "NODE_FAIL": Fate.returning}  # fmt: skip
+    for state, meaning in meanings.items():
+        snapshot = Snapshot(accounted={place.entry.name: Job(7, {0: Seen(state)})})
+        assert judge(ledger, place, "a", snapshot.seen(ledger, place)).fate is meaning
+
+
 def test_cause_is_the_runs_own_where_it_could_say_it(tmp_path: Path) -> None:
     ledger, place = entry_of(tmp_path, [["a"]])
     log = ledger.log_path(place.entry, 0)
@@ -202,8 +212,12 @@ def test_calls_are_bounded_and_apart(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(SlurmDown, match="squeue: no answer within 0.5 s"):
         client.queue()
     assert 1.4 < time.monotonic() - begun < 5 and client.num_calls == 2
-    with pytest.raises(SlurmError, match="sbatch: no$"):
+    with pytest.raises(SlurmError, match="sbatch: no$") as refused:
         client.submit([], "")
+    assert not isinstance(refused.value, SlurmDown)
+    (tmp_path / "squeue").write_text("#!/bin/bash\necho 'squeue: error: words of another version' >&2; exit 1\n")
+    with pytest.raises(SlurmDown, match="words of another version"):  # a launcher must bear it
+        client.queue()
 
 
 def test_pack_goes_on_after_a_failure_and_waits_for_a_busy_run(monkeypatch: pytest.MonkeyPatch) -> None:

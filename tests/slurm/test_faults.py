@@ -69,6 +69,7 @@ def elements(study: Follower) -> list[str]:
 
 def check_complete(study: Follower) -> None:
     """Every run done with the result of an uninterrupted one, each said once, nothing half-written."""
+    assert not said(study, "failed")
     configs = study.batch.configs
     records, left_out = store.scan(study.batch.root)
     assert not left_out and {r.run_id: r.state for r in records} == dict.fromkeys(configs, "done")

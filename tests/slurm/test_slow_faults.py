@@ -75,8 +75,8 @@ def test_node_down_moves_its_runs(study: Follower, cluster: PrivateCluster) -> N
 
 
 def test_dead_node_daemon_with_its_task_alive(paced: None, cluster: PrivateCluster, store_root: Path) -> None:
-    """The task of a node that Slurm has given up still writes; the one that replaces it waits for it or takes over."""
-    study = paced_batch(store_root, paced_configs(steps=150, step_s=0.3))
+    """The task of a node that Slurm has given up still writes; the one that replaces it waits for it."""
+    study = paced_batch(store_root, paced_configs(steps=100, step_s=0.3))
     with following(study):
         wait_for(lambda: steps_of(study) > 28)
         cluster.kill("slurmd.n3")
@@ -84,9 +84,35 @@ def test_dead_node_daemon_with_its_task_alive(paced: None, cluster: PrivateClust
     assert any("start 1" in study.ledger.log_path(study.ledger.entries()[0], k).read_text() for k in range(4))
 
 
-def test_controller_is_killed_and_comes_back(study: Follower, cluster: PrivateCluster, capfd: object) -> None:
+def test_dead_node_whose_locks_have_expired(paced: None, cluster: PrivateCluster, store_root: Path) -> None:
+    """As above, on a file system that gave the locks of the dead node up: two tasks write, one of them in vain."""
+    study = paced_batch(store_root, paced_configs(steps=100, step_s=0.3))
+    with following(study):
+        wait_for(lambda: steps_of(study) > 28)
+        cluster.kill("slurmd.n3")
+        (entry,) = study.ledger.entries()
+        where = dict(line.split() for line in cluster.sh("squeue", "-h", "-r", "-o", "%K %N").splitlines())
+        (task,) = (int(k) for k, node in where.items() if node == "n3")
+        log = study.ledger.log_path(entry, task)
+
+        def expire() -> bool:
+            """Put other files with the same words in place of the locks: nobody holds them."""
+            for lock in (store_root / run / "lock" for run in entry.tasks[task]):
+                if lock.exists():
+                    shutil.copy(lock, lock.with_name("copy"))
+                    lock.with_name("copy").replace(lock)
+            return "start 1" in log.read_text()
+
+        wait_for(expire, limit_s=90)
+    check_complete(study)
+    assert "taken over by pid" in log.read_text()
+
+
+def test_controller_is_killed_and_comes_back(paced: None, cluster: PrivateCluster, store_root: Path) -> None:
+    study = paced_batch(store_root, paced_configs(step_s=0.3))
     with following(study):
         wait_for(lambda: steps_of(study) > 10)
+        cluster.save_state(study.ledger.entries()[0].job_id)
         cluster.kill("slurmctld")
         begun = time.monotonic()
         assert "what follows is from the store alone" in lines(study.batch.root)[0]
@@ -95,6 +121,21 @@ def test_controller_is_killed_and_comes_back(study: Follower, cluster: PrivateCl
         cluster.start("slurmctld")
     check_complete(study)
     assert len(study.ledger.entries()) == 1 and not said(study, "lost")
+
+
+def test_controller_forgets_its_newest_job(paced: None, cluster: PrivateCluster, store_root: Path) -> None:
+    """It was killed before it had written the job down; the tasks run on, and are submitted again."""
+    state, earlier = cluster.dir / "state", cluster.dir / "earlier"
+    shutil.copytree(state, earlier)
+    study = paced_batch(store_root, paced_configs(step_s=0.3))
+    with following(study):
+        wait_for(lambda: steps_of(study) > 10)
+        cluster.kill("slurmctld")
+        shutil.rmtree(state)
+        earlier.rename(state)
+        cluster.start("slurmctld")
+    check_complete(study)
+    assert any("Slurm lost its job" in cause for cause in said(study, "lost"))
 
 
 def test_accounting_is_down_all_the_time(study: Follower, cluster: PrivateCluster) -> None:
