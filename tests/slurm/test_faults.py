@@ -190,18 +190,27 @@ def test_1200_runs_are_queued_in_chunks_and_followed_gently(
     begun = time.monotonic()
     study = paced_batch(store_root, configs, few)
     study.start()
-    assert time.monotonic() - begun < 20
+    submit_s = time.monotonic() - begun
     assert [len(entry.tasks) for entry in study.ledger.entries()] == [1001, 199]
     num_calls, begun = study.client.num_calls, time.monotonic()
     with following_only(study):
         time.sleep(6)
-    assert study.client.num_calls - num_calls <= time.monotonic() - begun + 1
-    begun = time.monotonic()
-    assert "queued" in " ".join(lines(store_root))
-    assert time.monotonic() - begun < 2
+    calls_per_s = (study.client.num_calls - num_calls - 1) / (time.monotonic() - begun)  # a call at the very start
+    status_s = min(timed_status(store_root) for _ in range(3))  # the machine may be busy
+    print(f"1,200 runs: submitted in {submit_s:.1f} s, {calls_per_s:.2f} calls a second, status in {status_s:.2f} s")
+    assert submit_s < 20 and 0 < calls_per_s <= 1 and status_s < 2
     num_tasks, jobs = cancel(store_root, "paced")
     assert num_tasks >= 1100 and len(jobs) == 2
     wait_for(lambda: not cluster.sh("squeue", "-h", "-o", "%i").split())
+
+
+def timed_status(root: Path) -> float:
+    """Seconds of ``make status``, from the start of Python to its last line."""
+    begun = time.monotonic()
+    command = [sys.executable, "-m", "sweeps.status", "--root", str(root)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert re.search(r"paced\s+mini\s+1200", done.stdout) and re.search(r"1\d\d queued", done.stdout), done
+    return time.monotonic() - begun
 
 
 @contextmanager

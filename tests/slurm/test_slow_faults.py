@@ -18,6 +18,7 @@ from test_faults import check_complete, following, notes, said, steps_of, wait_f
 
 from slurm.cancel import cancel
 from slurm.follow import Follower
+from slurm.states import SAID, Fate, Job, fate
 from slurm.status import lines
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -44,12 +45,19 @@ def test_time_limit_is_the_normal_life_of_a_long_run(paced: None, store_root: Pa
     assert "resumed from step" in notes(study) and not said(study, "failed")
 
 
-def test_killed_step_daemon_is_noticed_by_the_node(study: Follower, cluster: PrivateCluster) -> None:
-    """The only step of a job is its batch step: its daemon dies, the task goes on as an orphan and keeps its lock."""
+def test_killed_step_daemon_is_noticed_by_the_node(paced: None, cluster: PrivateCluster, store_root: Path) -> None:
+    """The only step of a job is its batch step: its daemon dies, and Slurm, which learns it when the node registers,
+    requeues the job. The task goes on as an orphan and keeps its lock: what is started for it waits."""
+    study = paced_batch(store_root, paced_configs(steps=90, step_s=0.4))
     with following(study):
         wait_for(lambda: steps_of(study) > 28)
         os.kill(cluster.step_daemon_pids()[0], signal.SIGKILL)
+        time.sleep(12)  # BatchStartTimeout: a younger job may still be on its way to its node
+        cluster.sh("scontrol", "reconfigure")  # every node registers, as each does once in a while
+        logs = [study.ledger.log_path(study.ledger.entries()[0], k) for k in range(4)]
+        wait_for(lambda: any("start 1" in log.read_text() for log in logs), limit_s=80)
     check_complete(study)
+    assert "resumed from step" not in notes(study) and any("kind=busy" in log.read_text() for log in logs)
 
 
 @pytest.mark.parametrize("alive", [True, False])
@@ -138,13 +146,29 @@ def test_controller_forgets_its_newest_job(paced: None, cluster: PrivateCluster,
     assert any("Slurm lost its job" in cause for cause in said(study, "lost"))
 
 
-def test_accounting_is_down_all_the_time(study: Follower, cluster: PrivateCluster) -> None:
+@pytest.mark.parametrize("forgetful", [False, True])
+def test_accounting_is_down_all_the_time(
+    study: Follower, cluster: PrivateCluster, forgetful: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``forgetful``: a controller with a short MinJobAge forgets at once who has ended, so that nobody knows."""
+    if forgetful:
+        whole = study.client.queue
+
+        def queue() -> dict[str, Job]:
+            return {
+                name: Job(job.job_id, {k: seen for k, seen in job.elements.items() if fate(seen) is Fate.alive})
+                for name, job in whole().items()
+            }
+
+        monkeypatch.setattr(study.client, "queue", queue)
     cluster.kill("slurmdbd")
     with following(study):
         wait_for(lambda: steps_of(study) > 28)
         os.kill(cluster.job_pids("-m paced")[0], signal.SIGKILL)
     check_complete(study)
-    assert said(study, "lost")
+    assert {SAID[Fate.unknown] if forgetful else SAID[Fate.died]} == {
+        cause.partition(" (")[0].partition(";")[0] for cause in said(study, "lost")
+    }
 
 
 def test_whole_array_cancelled(study: Follower, cluster: PrivateCluster) -> None:
