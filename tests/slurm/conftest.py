@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,7 @@ def private_cluster() -> Iterator[PrivateCluster]:
     if missing:  # never a silent skip where it must be there
         (pytest.fail if os.environ.get("REQUIRE_SLURM") == "1" else pytest.skip)(f"not installed: {', '.join(missing)}")
     cluster = PrivateCluster()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the cluster's jobs would outlive the tests
     try:
         cluster.up()
         yield cluster
