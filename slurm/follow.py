@@ -222,11 +222,9 @@ class Follower:
         return False
 
     def _note_death(self, place: Place, found: Fate) -> None:
-        noted = place.entry.deaths.get(str(place.task))
-        if found is Fate.cancelled or noted == found.value or (found is Fate.unknown and noted):
-            return
-        place.entry.deaths[str(place.task)] = found.value
-        self.ledger.save(place.entry)
+        if found is not Fate.cancelled and place.entry.deaths.get(str(place.task)) != found.value:
+            place.entry.deaths[str(place.task)] = found.value
+            self.ledger.save(place.entry)
 
     def _end(self, kind: str, run: str, **detail: Any) -> None:
         self.open.pop(run, None)

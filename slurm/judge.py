@@ -83,10 +83,12 @@ class Finding:
 
 
 def fate_of(place: Place, seen: Seen | None) -> Fate:
-    """What a task's state means, knowing what launchers did: one that was held they take out of the queue."""
-    found = fate(seen)
-    held = place.entry.deaths.get(str(place.task)) == Fate.held.value
-    return Fate.held if held and found is Fate.cancelled else found
+    """What a task's state means, with what launchers noted: an end that Slurm has forgotten since, and that a held
+    task was cancelled by them, to be submitted again."""
+    found, noted = fate(seen), place.entry.deaths.get(str(place.task))
+    if noted and (found is Fate.unknown or (found is Fate.cancelled and noted == Fate.held.value)):
+        return Fate(noted)
+    return found
 
 
 def judge(ledger: Ledger, place: Place, run: str, seen: Seen | None) -> Finding:

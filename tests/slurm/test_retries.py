@@ -85,6 +85,14 @@ def test_task_that_a_launcher_took_out_of_the_queue_was_held_not_cancelled(tmp_p
     assert judge(Ledger(tmp_path), place(), "a", Seen("PENDING", "JobHeldUser")).fate is Fate.alive
 
 
+def test_death_that_slurm_has_forgotten_is_in_the_ledger(tmp_path: Path) -> None:
+    """Typed a week later, the command knows that the run was given up."""
+    given_up = place(deaths={"0": "died"}, spent={"a": {"died": RETRIES[Fate.died]}})
+    finding = judge(Ledger(tmp_path), given_up, "a", None)
+    assert finding.fate is Fate.died and retries.decide("a", given_up, finding, CLUSTER).used_up
+    assert judge(Ledger(tmp_path), given_up, "a", Seen("RUNNING")).fate is Fate.alive  # it came back
+
+
 @pytest.mark.slurm
 def test_task_that_cannot_start_is_given_up_and_tried_anew_by_the_same_command(
     paced: None, store_root: Path, capfd: pytest.CaptureFixture[str]
