@@ -16,6 +16,7 @@ from paced_study import CLUSTER, paced_batch, paced_configs
 from private_cluster import PrivateCluster
 from test_faults import check_complete, following, notes, said, steps_of, wait_for
 
+from slurm import follow
 from slurm.cancel import cancel
 from slurm.follow import Follower
 from slurm.states import SAID, Fate, Job, fate
@@ -214,8 +215,11 @@ def test_run_that_cannot_be_trained_fails_once(paced: None, store_root: Path) ->
 
 @pytest.mark.parametrize("trouble", ["read-only", "full"])
 def test_store_in_trouble_for_twenty_seconds(
-    paced: None, cluster: PrivateCluster, tmp_path: Path, trouble: str, capfd: pytest.CaptureFixture[str]
+    paced: None, cluster: PrivateCluster, tmp_path: Path, trouble: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(follow, "_say", told.append)
+    said_of = {"full": "the disk is full", "read-only": "read-only file system"}
     mount = tmp_path / "mount"
     mount.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", mount], check=False).returncode:
@@ -231,12 +235,17 @@ def test_store_in_trouble_for_twenty_seconds(
                         with contextlib.suppress(OSError):
                             file.write(b"x" * size)
                 assert shutil.disk_usage(mount).free < 4096
-            else:
-                subprocess.run(["mount", "-o", "remount,ro", mount], check=False)
+            else:  # on top of itself: what is written to already cannot be made read-only
+                subprocess.run(["mount", "--bind", mount, mount], check=True)
+                subprocess.run(["mount", "-o", "remount,bind,ro", mount], check=True)
+                with pytest.raises(OSError, match="Read-only"):
+                    (mount / "probe").touch()
+            wait_for(lambda: "asking again for up to" in "".join(told))
+            assert "store: cannot use" in told[-1] and said_of[trouble] in told[-1]
             time.sleep(20)
-            (mount / "ballast").unlink() if trouble == "full" else subprocess.run(
-                ["mount", "-o", "remount,rw", mount], check=True
-            )
+            (mount / "ballast").unlink() if trouble == "full" else subprocess.run(["umount", "-l", mount], check=True)
         check_complete(study)
+        assert "all answer again after" in told[-1] and said(study, "lost")
     finally:
-        subprocess.run(["umount", "-l", mount], check=False)
+        while mount.is_mount():  # the read-only one too, if the test ended below it
+            subprocess.run(["umount", "-l", mount], check=True)
