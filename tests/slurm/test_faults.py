@@ -22,6 +22,7 @@ from paced_study import CLUSTER, paced_batch, paced_configs
 from private_cluster import PrivateCluster
 
 from experiments import store
+from slurm import follow
 from slurm.cancel import cancel
 from slurm.collect import collect
 from slurm.follow import Follower
@@ -183,9 +184,10 @@ def test_two_launchers_submit_nothing_twice(paced: None, store_root: Path) -> No
 
 
 def test_1200_runs_are_queued_in_chunks_and_followed_gently(
-    paced: None, cluster: PrivateCluster, store_root: Path
+    paced: None, cluster: PrivateCluster, store_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few = replace(CLUSTER, at_once=1, classes=(replace(CLUSTER.classes[0], runs_per_task=1),))
+    monkeypatch.setattr(follow, "TICK_S", 0.01)  # however eager the following is, the client is not
+    few = replace(CLUSTER, at_once=1, poll_s=0.01, classes=(replace(CLUSTER.classes[0], runs_per_task=1),))
     configs = paced_configs(num=1200, steps=1)
     begun = time.monotonic()
     study = paced_batch(store_root, configs, few)
