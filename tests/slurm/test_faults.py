@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -198,21 +199,24 @@ def test_1200_runs_are_queued_in_chunks_and_followed_gently(
     with following_only(study):
         time.sleep(6)
     calls_per_s = (study.client.num_calls - num_calls - 1) / (time.monotonic() - begun)  # a call at the very start
-    status_s = min(timed_status(store_root) for _ in range(3))  # the machine may be busy
-    print(f"1,200 runs: submitted in {submit_s:.1f} s, {calls_per_s:.2f} calls a second, status in {status_s:.2f} s")
-    assert submit_s < 20 and 0 < calls_per_s <= 1 and status_s < 2
+    status_s, cpu_s = min(timed_status(store_root) for _ in range(3))
+    print(f"1,200 runs: submitted in {submit_s:.1f} s, {calls_per_s:.2f} calls a second, "
+          f"status in {status_s:.2f} s ({cpu_s:.2f} s of a core)")  # fmt: skip
+    assert submit_s < 20 and 0 < calls_per_s <= 1
+    assert cpu_s < 2 and (status_s < 2 or status_s > 1.5 * cpu_s)  # others may have had the cores meanwhile
     num_tasks, jobs = cancel(store_root, "paced")
     assert num_tasks >= 1100 and len(jobs) == 2
     wait_for(lambda: not cluster.sh("squeue", "-h", "-o", "%i").split())
 
 
-def timed_status(root: Path) -> float:
-    """Seconds of ``make status``, from the start of Python to its last line."""
-    begun = time.monotonic()
+def timed_status(root: Path) -> tuple[float, float]:
+    """Seconds of ``make status``, from the start of Python to its last line, and seconds of a core that it took."""
+    begun, used = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-m", "sweeps.status", "--root", str(root)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert re.search(r"paced\s+mini\s+1200", done.stdout) and re.search(r"1\d\d queued", done.stdout), done
-    return time.monotonic() - begun
+    now = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.monotonic() - begun, now.ru_utime - used.ru_utime + now.ru_stime - used.ru_stime
 
 
 @contextmanager
