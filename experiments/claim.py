@@ -185,7 +185,8 @@ class RunWriter:
     def commit_checkpoint(self, written: Path, processes: int = 1) -> None:
         """Make a checkpoint that lies whole in ``scratch`` the run's, and drop older ones.
 
-        ``processes`` wrote it. Raises Busy, with the run's checkpoints as they were, if another process has taken this run over.
+        ``processes`` wrote it. Raises Busy, with the run's checkpoints as they were, if another process has taken
+        this run over.
         """
         seal_checkpoint(written, processes)
         place = self.path / "checkpoints" / written.name
