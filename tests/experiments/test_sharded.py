@@ -62,7 +62,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run, st
         if method not in known:
             directory, words = run(method, "straight", TWO)
             execute(*parse(words))
-            assert store.read_json(directory / "provenance.json")["processes"] == 2
+            assert store.read_json(directory / "provenance.json")["engine"] == {"name": "trl", "processes": 2}
             known[method] = (directory / "metrics.jsonl").read_bytes()
         return known[method]
 

@@ -17,13 +17,13 @@ from experiments.compose import parse
 from experiments.config import ConfigError, LaunchConfig, SamplerKind
 from experiments.manifests import write_study
 from experiments.store import StoreError
-from slurm import classes, follow, submit
+from slurm import classes, follow, retries, submit
 from slurm import cluster as profiles
 from slurm.classes import Size, class_of, larger, pack
 from slurm.client import Client, SlurmDown, SlurmError
 from slurm.cluster import ResourceClass
-from slurm.judge import Snapshot, judge, look
-from slurm.ledger import Ledger, Place
+from slurm.judge import Finding, Snapshot, judge, look
+from slurm.ledger import Entry, Ledger, Place
 from slurm.states import Fate, Job, Seen
 from slurm.task import serve_all
 from sweeps.grid import load_study
@@ -116,7 +116,12 @@ def test_class_that_cannot_train_a_run_is_passed_over_on_the_way_up(tmp_path: Pa
     configs = {"sft": sft, "rl": rl}
     wanted, _ = submit.batch("lr", "mini", configs, LaunchConfig(root=str(tmp_path)), cluster)
     follower = follow.Follower(wanted, Client(), 1001, lambda *event: None)
-    assert follower._larger("sft", "gpu1") == cluster.classes[2] and follower._larger("rl", "gpu1") is None
+    died = Place(Entry("e", 1, "lr", "mini", "gpu1", [["sft", "rl"]], deaths={"0": Fate.memory.value}), 0)
+    again = {r: retries.class_for(r, died, wanted.classes, cluster, follower._fits(r)) for r in configs}
+    assert again["sft"] == cluster.classes[2] and again["rl"] == wanted.classes["rl"]
+    out_of_memory = Finding(fate=Fate.memory)
+    verdicts = {r: retries.decide(r, died, out_of_memory, cluster, follower._fits(r)) for r in configs}
+    assert verdicts["sft"].again and verdicts["sft"].cause.endswith("in class gpu4") and not verdicts["rl"].again
     sharded = Size(1 << 30, 1 << 30)
     assert sharded.checkpoints_gib() == 36 and sharded.checkpoints_gib(4) == 48
 
