@@ -1,7 +1,7 @@
 # Does LoRA match full fine-tuning? Every target sets up what it needs on first use.
 # Options:  SCALE=mini|smol|paper  CLUSTER=auto|local|<profile of conf/cluster>  DRY=1  DETACH=1  ARGS='optim.steps=50 ...'
 .DEFAULT_GOAL := help
-.PHONY: help setup sweep-% plan-% sweep-rl studies exact verdict status cancel collect figures bases smol vllm reference lint type test test-vllm test-slurm
+.PHONY: help setup sweep-% plan-% sweep-rl studies exact verdict compare status cancel collect figures bases smol vllm reference lint type test test-vllm test-slurm
 
 SCALE ?= mini
 CLUSTER ?= auto
@@ -49,6 +49,9 @@ exact: $(READY) ## measure what needs no training: first step, invariance, FLOPs
 
 verdict: $(READY) ## a verdict for each claim, from the committed reference results (SOURCE=--root=runs: your own)
 	@$(PY) -m analysis.verdict --scale $(SCALE) $(SOURCE)
+
+compare: $(READY) ## hold your runs against the committed reference: points and verdicts
+	@$(PY) -m analysis.compare --scale $(SCALE) --root $(ROOT)
 
 status: $(READY) ## where every study stands
 	@$(PY) -m sweeps.status --root $(ROOT)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,8 @@ class _PlainTrainer(SFTTrainer):
 
 
 class _Evaluations(TrainerCallback):
-    def __init__(self, steps: set[int], evaluate: Any) -> None:
-        self.steps, self.evaluate = steps, evaluate
+    def __init__(self, config: RunConfig, evaluate: Callable[[], None]) -> None:
+        self.steps, self.evaluate = set(config.eval.grid(config.optim.steps)), evaluate
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step in self.steps:
@@ -78,7 +79,7 @@ def by_trl(config: RunConfig, cache: Path) -> float:
             args=arguments,
             train_dataset=data.train.select(order),
             processing_class=models.load_tokenizer(config.model, cache),
-            callbacks=[_Evaluations(set(config.eval.grid(config.optim.steps)), lambda: last.append(_evaluate(model, data.test, pad)))],
+            callbacks=[_Evaluations(config, lambda: last.append(_evaluate(model, data.test, pad)))],
         )
     trainer.train()
     return last[-1]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.packed.ops import attend, linear, rms_norm, swiglu, token_nll
+from experiments.packed.ops import Factors, attend, linear, rms_norm, swiglu, token_nll
 from experiments.packed.rows import Rows
 
 FUSED = {
@@ -77,11 +77,11 @@ def parts(model: Any) -> list[Part]:
 
 @dataclass
 class Weights:
-    """Fused parameters of K arms by name: shared by them (base shapes) or stacked, (K, ...). ``factors``: (A, B)."""
+    """Fused parameters of K arms by name: shared by them (base shapes) or stacked, (K, ...)."""
 
     shared: dict[str, Tensor]
     stacked: dict[str, Tensor]
-    factors: dict[str, tuple[Tensor, Tensor]]
+    factors: dict[str, Factors]
 
     def vector(self, name: str) -> Tensor:
         """A norm's weight, (1, 1, N) or (K, 1, N)."""

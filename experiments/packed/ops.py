@@ -9,7 +9,8 @@ S sequences per arm, T positions of the longest of them.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -141,30 +142,56 @@ def attend(qkv: Tensor, grid: Tensor, cells: Tensor, padding: Tensor, heads: tup
 
 class _Adapted(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, residual: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, parts: tuple[int, ...],
+                residual: Tensor | None) -> Tensor:  # fmt: skip
         thin = torch.bmm(x, a.mT)
         wide = weight.mT.expand(x.shape[0], -1, -1)
         ctx.save_for_backward(x, thin, weight, a, b)
+        ctx.parts = parts
         y = torch.bmm(x, wide) if residual is None else torch.baddbmm(residual, x, wide)
-        return y.baddbmm_(thin, b.mT)
+        for y_part, thin_part, b_part in _by_part(parts, y, thin, b):
+            y_part.baddbmm_(thin_part, b_part)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         x, thin, weight, a, b = ctx.saved_tensors
-        of_thin = torch.bmm(grad, b)
+        of_thin, of_b = torch.empty_like(thin), torch.empty_like(b)
+        for grad_part, of_thin_part, b_part in _by_part(ctx.parts, grad, of_thin, b):
+            of_thin_part.copy_(torch.bmm(grad_part, b_part.mT))
+        for grad_part, thin_part, of_b_part in _by_part(ctx.parts, grad, thin, of_b):
+            of_b_part.copy_(torch.bmm(thin_part.mT, grad_part))
         of_x = None
         if ctx.needs_input_grad[0]:
             of_x = torch.bmm(grad, weight.expand(x.shape[0], -1, -1)).baddbmm_(of_thin, a)
-        of_residual = grad if ctx.needs_input_grad[4] else None
-        return of_x, None, torch.bmm(of_thin.mT, x), torch.bmm(grad.mT, thin), of_residual
+        of_residual = grad if ctx.needs_input_grad[5] else None
+        return of_x, None, torch.bmm(of_thin.mT, x), of_b, None, of_residual
 
 
-def linear(x: Tensor, weight: Tensor, factors: tuple[Tensor, Tensor] | None = None, residual: Tensor | None = None,
-           ) -> Tensor:  # fmt: skip
+def _by_part(parts: tuple[int, ...], wide: Tensor, thin: Tensor, b: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The columns of each part of a fused matrix: of (K, n, o), of (K, n, p r) and of (K, r, o)."""
+    if len(parts) == 1:
+        yield wide, thin, b
+    else:
+        yield from zip(wide.split(parts, dim=-1), thin.split(b.shape[1], dim=-1), b.split(parts, dim=-1), strict=True)
+
+
+class Factors(NamedTuple):
+    """LoRA on a matrix made of p fused ones: A (K, p r, i) one below the other, B^T (K, r, o) side by side.
+
+    B lies transposed, since products with it as it is take up to three times as long. ``parts``: outputs of each.
+    """
+
+    a: Tensor
+    b: Tensor
+    parts: tuple[int, ...]
+
+
+def linear(x: Tensor, weight: Tensor, factors: Factors | None = None, residual: Tensor | None = None) -> Tensor:
     """residual + x W^T (+ x A^T B^T) for each arm (Hu et al. 2021, equation 3, the scale within A).
 
-    Args: x (K, n, i); weight (o, i) shared by the arms and frozen, or (K, o, i); factors A (K, r, i), B (K, o, r).
+    Args: x (K, n, i); weight (o, i) shared by the arms and frozen, or (K, o, i).
     A product per arm and not one over all rows: an arm's numbers then do not depend on how many others there are.
     """
     if factors is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,18 +39,32 @@ class Arm:
         return 1.0 if self.is_full else self.config.method.scale
 
 
-def merging_is_cheaper(decoder: Decoder, layout: LoRALayout, num_tokens: int) -> bool:
-    """Whether x (W + B A)^T takes fewer FLOPs than x W^T + x A^T B^T, forward and backward, on this many tokens.
+BUCKETS = (16, 64, 256)
+"""Ranks up to the same of these share a pack, where all are padded to the largest: at most fourfold above 16."""
 
-    Per matrix (o, i): 6 n o i + 6 r o i against 4 n o i + 6 n r (o + i): merging wins above about r = N / 6.
+
+class Kind(NamedTuple):
+    """What arms of one pack have in common, and a property of each arm alone. ``bucket``: the largest rank it holds."""
+
+    merged: bool
+    bucket: int
+
+
+def kind(layout: Layout, num_tokens: int) -> Kind:
+    """How an arm is computed that takes steps on so many tokens.
+
+    Merged is x (W + B A)^T, factored x W^T + x A^T B^T, whichever takes fewer FLOPs, forward and backward. Per matrix
+    (o, i): 6 n o i + 6 r o i against 4 n o i + 6 n r (o + i); with many tokens merging wins above about r = N / 6.
     """
+    if isinstance(layout, FullLayout):
+        return Kind(False, 0)
     factored = merged = 0
     for part, a, _ in layout.pairs():
         o, i = part.shape
-        fused = sum(other.fused == part.fused for other in decoder.matrices)
-        factored += 4 * num_tokens * o * i + 6 * num_tokens * a.shape[0] * (i + fused * o)
+        factored += 4 * num_tokens * o * i + 6 * num_tokens * a.shape[0] * (i + o)
         merged += 6 * num_tokens * o * i + 6 * a.shape[0] * o * i
-    return merged < factored
+    bucket = next((top for top in BUCKETS if layout.rank <= top), layout.rank)
+    return Kind(True, 0) if merged < factored else Kind(False, bucket)
 
 
 class Pack:
@@ -105,8 +120,9 @@ class Pack:
             stacked = stacks.merge(self.decoder, lora, self.thetas, self.scales)
             return Weights(self.decoder.base, {n: t.requires_grad_() for n, t in stacked.items()}, {})
         pairs = stacks.factors(self.decoder, lora, self.thetas, self.scales)
-        return Weights(self.decoder.base, {},
-                       {n: (a.requires_grad_(), b.requires_grad_()) for n, (a, b) in pairs.items()})  # fmt: skip
+        for leaf in (leaf for pair in pairs.values() for leaf in (pair.a, pair.b)):
+            leaf.requires_grad_()
+        return Weights(self.decoder.base, {}, pairs)
 
     def accumulate(self, rows: Rows, num_tokens: Tensor) -> Tensor:
         """Add the gradient of one micro-step; returns (K,) its summed NLL over ``num_tokens`` of the whole batch.
@@ -136,7 +152,7 @@ class Pack:
         if self.merged:
             of_weights = {name: _taken(leaf) for name, leaf in made.stacked.items()}
             return stacks.unmerge(of_weights, lora, self.thetas, self.scales)
-        of_factors = {name: (_taken(a), _taken(b)) for name, (a, b) in made.factors.items()}
+        of_factors = {n: pair._replace(a=_taken(pair.a), b=_taken(pair.b)) for n, pair in made.factors.items()}
         return stacks.unfactor(self.decoder, of_factors, lora, self.thetas, self.scales)
 
     @torch.no_grad()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from experiments.packed.decoder import Decoder, Part, Weights
+from experiments.packed.ops import Factors
 
 ALIGN = 32
 """Parameters per row are a multiple of this, for the reason of ``rows.MULTIPLE``."""
@@ -136,39 +137,39 @@ def unmerge(grads: dict[str, Tensor], layouts: Sequence[LoRALayout], thetas: Seq
 
 @torch.no_grad()
 def factors(decoder: Decoder, layouts: Sequence[LoRALayout], thetas: Sequence[Tensor], scales: Sequence[Tensor],
-            out: dict[str, tuple[Tensor, Tensor]] | None = None) -> dict[str, tuple[Tensor, Tensor]]:  # fmt: skip
-    """(s A, B) of every fused matrix, ranks padded with zeros to the largest R: (K, p R, i) and (K, o, p R).
+            out: dict[str, Factors] | None = None) -> dict[str, Factors]:  # fmt: skip
+    """s A and B^T of every fused matrix that some arm adapts, ranks padded with zeros to the largest.
 
-    A fused matrix of p parts has its factors one below the other, and B in blocks.
+    ``out``: an earlier result, written over.
     """
     num_arms, widest = sum(len(theta) for theta in thetas), _widest(layouts)
     if out is None:
         out = {}
         for name in sorted({part.fused for layout in layouts for part, _, _ in layout.pairs()}):
-            base = decoder.base[name]
-            thin = widest * sum(part.fused == name for part in decoder.matrices)
-            out[name] = (base.new_zeros(num_arms, thin, base.shape[1]), base.new_zeros(num_arms, base.shape[0], thin))
+            base, parts = decoder.base[name], tuple(part.size for part in decoder.matrices if part.fused == name)
+            a = base.new_zeros(num_arms, len(parts) * widest, base.shape[1])
+            out[name] = Factors(a, base.new_zeros(num_arms, widest, base.shape[0]), parts)
     first = 0
     for layout, theta, scale in zip(layouts, thetas, scales, strict=True):
         for part, a, b in layout.pairs():
-            block_a, block_b = _blocks(decoder, out[part.fused], part, layout.rank, widest, first, len(theta))
+            block_a, block_b = _blocks(decoder, out[part.fused], part, layout.rank, first, len(theta))
             torch.mul(a.of(theta), scale, out=block_a)
-            block_b.copy_(b.of(theta))
+            block_b.copy_(b.of(theta).mT)
         first += len(theta)
     return out
 
 
 @torch.no_grad()
-def unfactor(decoder: Decoder, grads: dict[str, tuple[Tensor, Tensor]], layouts: Sequence[LoRALayout],
-             thetas: Sequence[Tensor], scales: Sequence[Tensor]) -> list[Tensor]:  # fmt: skip
+def unfactor(decoder: Decoder, grads: dict[str, Factors], layouts: Sequence[LoRALayout], thetas: Sequence[Tensor],
+             scales: Sequence[Tensor]) -> list[Tensor]:  # fmt: skip
     """Gradients on ``factors``' result to gradients on the rows."""
-    widest, found, first = _widest(layouts), [], 0
+    found, first = [], 0
     for layout, theta, scale in zip(layouts, thetas, scales, strict=True):
         grad = torch.zeros_like(theta)
         for part, a, b in layout.pairs():
-            block_a, block_b = _blocks(decoder, grads[part.fused], part, layout.rank, widest, first, len(theta))
+            block_a, block_b = _blocks(decoder, grads[part.fused], part, layout.rank, first, len(theta))
             torch.mul(block_a, scale, out=a.of(grad))
-            b.of(grad).copy_(block_b)
+            b.of(grad).copy_(block_b.mT)
         found.append(grad)
         first += len(theta)
     return found
@@ -178,11 +179,9 @@ def _widest(layouts: Sequence[LoRALayout]) -> int:
     return max(LEAST_RANK, *(layout.rank for layout in layouts))
 
 
-def _blocks(decoder: Decoder, pair: tuple[Tensor, Tensor], part: Part, rank: int, widest: int, first: int,
-            count: int) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Where one matrix's A and B lie within the factors of the fused one."""
+def _blocks(decoder: Decoder, of: Factors, part: Part, rank: int, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Where one matrix's A and B^T lie within the factors of the fused one."""
     names = [other.name for other in decoder.matrices if other.fused == part.fused]
-    thin = names.index(part.name) * widest
+    thin = names.index(part.name) * of.b.shape[1]
     arms = slice(first, first + count)
-    return (pair[0][arms, thin : thin + rank],
-            pair[1][arms, part.at : part.at + part.size, thin : thin + rank])  # fmt: skip
+    return of.a[arms, thin : thin + rank], of.b[arms, :rank, part.at : part.at + part.size]

@@ -20,14 +20,13 @@ import numpy as np
 import torch
 
 from experiments import adapters, claim, failures, provenance, store, tracking
-from experiments.config import ConfigError, LaunchConfig, MethodKind, RunConfig, encode, run_id
+from experiments.config import ConfigError, LaunchConfig, RunConfig, encode, run_id
 from experiments.data import dataset
 from experiments.losses import IGNORED
 from experiments.packed import arms, width
-from experiments.packed.pack import Arm, Pack, merging_is_cheaper
+from experiments.packed.pack import Arm, Kind, Pack, kind
 from experiments.packed.rows import lay_out
 from experiments.packed.session import Session, open_session
-from experiments.packed.stacks import LoRALayout
 from experiments.recorder import Interrupted, Progress, Recorder, finite_or_none
 
 
@@ -85,32 +84,26 @@ def execute(configs: Sequence[RunConfig], launch: LaunchConfig, reports: Reports
         for config in configs:
             reports.failed(run_id(config), error)
         return
-    for _, group in _by_form(session, configs):
-        _Engine(session, group, launch, reports).run()
+    for of_kind, group in _by_kind(session, configs):
+        _Engine(session, group, of_kind.merged, launch, reports).run()
 
 
-def _by_form(session: Session, configs: Iterable[RunConfig]) -> list[tuple[bool, list[RunConfig]]]:
-    """Runs that are computed in the same form, which is an arm's own property and not its companions'."""
-    found: dict[bool, list[RunConfig]] = {}
+def _by_kind(session: Session, configs: Iterable[RunConfig]) -> list[tuple[Kind, list[RunConfig]]]:
+    """Runs that are computed alike."""
+    found: dict[Kind, list[RunConfig]] = {}
+    mean = float(np.mean([len(row["input_ids"]) for row in session.train[:64]]))
     for config in configs:
-        found.setdefault(_is_merged(session, config), []).append(config)
+        layout = arms.layout(session.decoder, config, session.cache)
+        found.setdefault(kind(layout, round(mean * config.optim.batch_size)), []).append(config)
     return sorted(found.items())
 
 
-def _is_merged(session: Session, config: RunConfig) -> bool:
-    if config.method.kind is MethodKind.full:
-        return False
-    layout = arms.layout(session.decoder, config, session.cache)
-    assert isinstance(layout, LoRALayout)
-    mean = float(np.mean([len(row["input_ids"]) for row in session.train[:64]]))
-    return merging_is_cheaper(session.decoder, layout, round(mean * config.optim.batch_size))
-
-
 class _Engine:
-    def __init__(self, session: Session, configs: Sequence[RunConfig], launch: LaunchConfig, reports: Reports) -> None:
-        self.session, self.launch, self.reports = session, launch, reports
+    def __init__(
+        self, session: Session, configs: Sequence[RunConfig], merged: bool, launch: LaunchConfig, reports: Reports
+    ) -> None:
+        self.session, self.merged, self.launch, self.reports = session, merged, launch, reports
         self.waiting = deque(configs)
-        self.merged = _is_merged(session, configs[0])
         self.members: dict[str, Member] = {}
         self.pack: Pack | None = None
         self.width = 1
@@ -313,4 +306,4 @@ class _Engine:
         if not isinstance(error, Exception):
             raise error
         for config in left:
-            _Engine(self.session, [config], self.launch, self.reports).run()
+            _Engine(self.session, [config], self.merged, self.launch, self.reports).run()

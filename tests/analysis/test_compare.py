@@ -1,0 +1,61 @@
+"""Two sets of runs held against each other: the committed reference and itself with a change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from analysis import compare
+from analysis.results import Results, from_reference
+from analysis.verdict import REFERENCE_DIR
+
+
+@pytest.fixture(scope="module")
+def reference() -> Results:
+    return from_reference(REFERENCE_DIR / "mini")
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two claims are enough, and quick."""
+    monkeypatch.setattr(compare, "CLAIMS", [claim for claim in compare.CLAIMS if claim.id in ("C5", "C9", "C15")])
+
+
+@pytest.mark.usefixtures("few")
+def test_runs_held_against_themselves_differ_in_nothing(reference: Results) -> None:
+    found = compare.compare(reference, reference)
+    assert len(found.table) == len(reference.outcomes) and found.table["difference"].abs().max() == 0
+    assert not found.otherwise and not found.changed
+    assert found.verdicts.keys() == {"C5", "C9", "C15"}
+    without = compare.compare(reference, replace(reference, exact={}))
+    assert without.verdicts.keys() == {"C5", "C15"}  # C9 rests on exact records too, which no engine makes
+
+
+@pytest.mark.usefixtures("few")
+def test_run_that_ended_otherwise_is_named(reference: Results) -> None:
+    run = reference.outcomes.query("outcome == 'finished'")["run_id"].iloc[0]
+    outcomes = reference.outcomes.copy()
+    outcomes.loc[outcomes["run_id"] == run, ["outcome", "step"]] = "diverged", 7
+    found = compare.compare(reference, replace(reference, outcomes=outcomes))
+    assert found.otherwise == [run] and run in "\n".join(compare.describe(found))
+    assert found.table.loc[found.table["run_id"] == run, "difference"].isna().all()  # a loss that counts for nothing
+
+
+@pytest.mark.usefixtures("few")
+def test_verdict_that_differs_is_named(reference: Results) -> None:
+    """Full fine-tuning that is best at the smallest LR decides no ratio."""
+    table = reference.points.merge(reference.outcomes, on="run_id")
+    full = table[(table["config.method.kind"] == "full") & (table["config.data.name"] == "symbols")]
+    outcomes = reference.outcomes.copy()
+    outcomes.loc[outcomes["run_id"].isin(full["run_id"]), compare.COLUMN] = full["config.optim.lr"].to_numpy() * 1000
+    found = compare.compare(reference, replace(reference, outcomes=outcomes))
+    assert found.changed == {"C5": ("contradicted", "undecided")}
+    assert "  C5: contradicted in the reference, undecided here" in compare.describe(found)
+
+
+@pytest.mark.usefixtures("few")
+def test_study_that_is_not_whole_is_not_judged(reference: Results) -> None:
+    run = reference.studies["lr"]["run_ids"][0]
+    outcomes = reference.outcomes[reference.outcomes["run_id"] != run]
+    assert "C5" not in compare.compare(reference, replace(reference, outcomes=outcomes)).verdicts
