@@ -25,14 +25,15 @@ may round differently, and an arm's numbers would depend on its place in the pac
 class Rows:
     """The tokens of one micro-step of K arms. Row numbers count through all arms: k n + i.
 
-    The last rows of each arm are padding (at least one): no loss reads them, cells without a token read them.
+    The last rows of each arm are padding where row counts ask for it, at least one where sequences differ in length:
+    no loss reads them, cells without a token read them.
     """
 
     ids: Tensor  # (K, n) token ids
     grid: Tensor  # (K S T,) row of each cell
     cells: Tensor  # (K n,) cell of each row; of padding any cell of its arm
     padding: Tensor  # (p,) padding rows
-    read: Tensor  # (K m,) rows whose next token carries loss; padded with a padding row
+    read: Tensor  # (K m,) rows whose next token carries loss; padded with the last row, of which nothing is used
     targets: Tensor  # (K, m) these next tokens
     weights: Tensor  # (K, m) 1, or 0 for padding
     longest: int  # T
@@ -48,8 +49,10 @@ def lay_out(arms: Sequence[Sequence[dict]]) -> Rows:
 
     The same list object for several arms is laid out once.
     """
-    n = _up(max(sum(len(row["input_ids"]) for row in rows) for rows in arms) + 1)
-    longest = max(len(row["input_ids"]) for rows in arms for row in rows)
+    lengths = [[len(row["input_ids"]) for row in rows] for rows in arms]
+    longest = max(map(max, lengths))
+    ragged = any(min(of_arm) < longest for of_arm in lengths)
+    n = _up(max(map(sum, lengths)) + ragged)
     known: dict[int, _Laid] = {}
     laid = [known.get(id(rows)) or known.setdefault(id(rows), _lay_out_one(rows, n, longest)) for rows in arms]
     m = _up(max(len(one.read) for one in laid))
