@@ -23,7 +23,7 @@ from experiments.config import ConfigError
 from experiments.manifests import write_study
 from experiments.store import StoreError, ensure_root
 from search.arms import Searched, finished, searched
-from search.propose import Move, propose
+from search.propose import Move, Width, propose
 from slurm.client import SlurmError
 from slurm.cluster import Cluster, choose
 from sweeps.display import warn
@@ -98,12 +98,13 @@ def check(kind: str, width: float | None) -> None:
 
 
 def run(
-    wanted: Searched, root: Path, width: float | None, launcher: Callable[[Study], int | None]
+    wanted: Searched, root: Path, width: Width, launcher: Callable[[Study], int | None], record: bool = True
 ) -> tuple[int, Progress]:
     """Rounds until every arm is done or has ended. ``launcher`` brings a study's runs to their end.
 
     Returns the exit code (the launcher's, if it was not 0) and what was asked for. A launcher that returns None
-    has left its runs to others, or only printed them; the search stops there.
+    has left its runs to others, or only printed them; the search stops there. Without ``record`` its end is not
+    written down as a study.
     """
     progress = Progress()
     said: dict[str, tuple[str, str]] = {}
@@ -112,7 +113,8 @@ def run(
         progress.moves = propose(wanted.arms, found, width)
         runs = {move.arm: move.runs for move in progress.moves if move.runs}
         if not runs:
-            return _end(wanted, progress, root, width, said)
+            _end(wanted, progress, root if record else None, width, said)
+            return 0, progress
         progress.rounds += 1
         for move in progress.moves:
             _say(wanted, move, progress.rounds, said)
@@ -133,13 +135,13 @@ def run(
     raise ConfigError(f"search: {MAX_ROUNDS} rounds and no end; what was found is in {root}")
 
 
-def as_study(wanted: Searched, progress: Progress, width: float | None) -> SearchStudy:
+def as_study(wanted: Searched, progress: Progress, width: Width) -> SearchStudy:
     """All that the search has asked for, as a study of its own."""
     base = wanted.study
     points = tuple(wanted.point(*where) for where in progress.asked.values())
     record = {
         "kind": "adaptive",
-        "width": width,
+        "width": dict(width) if isinstance(width, Mapping) else width,
         "rounds": progress.rounds,
         "phases": dict(progress.phases),
         "arms": {move.arm: {"phase": move.phase, "why": move.why} for move in progress.moves},
@@ -150,12 +152,12 @@ def as_study(wanted: Searched, progress: Progress, width: float | None) -> Searc
 
 
 def _end(
-    wanted: Searched, progress: Progress, root: Path, width: float | None, said: dict[str, tuple[str, str]]
-) -> tuple[int, Progress]:
+    wanted: Searched, progress: Progress, root: Path | None, width: Width, said: dict[str, tuple[str, str]]
+) -> None:
     for move in progress.moves:
         _say(wanted, move, progress.rounds, said)
     study = as_study(wanted, progress, width)
-    if root.exists():
+    if root is not None and root.exists():
         write_study(root, study.name, study.scale, study.manifest())
     grid = wanted.study.points
     steps = [sum(point.config.optim.steps for point in points) for points in (study.points, grid)]
@@ -163,7 +165,6 @@ def _end(
         f"{study.name} ({study.scale}): over after {progress.rounds} rounds: {len(study.points)} runs, {steps[0]:,} "
         f"steps; the full grid has {len(grid)} and {steps[1]:,} ({100 * steps[0] / steps[1]:.0f} %)"
     )
-    return 0, progress
 
 
 def _say(wanted: Searched, move: Move, number: int, said: dict[str, tuple[str, str]]) -> None:

@@ -9,7 +9,7 @@ bracket  widened by half a decade while the minimum touches an edge, halved towa
          until the best LR has both neighbours on the lattice. A diverged LR stays a bound.
 repeat   more seeds, and LRs a factor of two from the best, where the slope of a bowl shows most: of all designs that
          are predicted (``search.design``) to be narrow enough, the cheapest; if none is, the narrowest with one
-         seed more. A seed always runs at three or more LRs, so that its own shift can be taken out.
+         seed more; but the first time the cheapest of all, since nothing shows an arm's noise yet. A seed always runs at three or more LRs, so that its own shift can be taken out.
 done     the interval that ``analysis.optimum`` gives is as narrow as asked, from two seeds or more if the study has
          them. Asked is a factor, or by default what the study's full grid would give at the noise and the curvature
          seen; an arm is judged by its ratio's interval, its reference by that of LR*.
@@ -37,6 +37,10 @@ TOLERANCE = 1.05
 PRIOR_DOF = 2.0
 """Weight of the other arms' noise beside an arm's own, in degrees of freedom; for planning only (a guess)."""
 
+Width = float | Mapping[str, float] | None
+"""The factor F of intervals [x / F, x F] (by half of their log width) that are narrow enough, one for all arms (of
+ratios, of LR* without a reference) or one for each, or None: what the study's full grid would give."""
+
 
 @dataclass(frozen=True)
 class Move:
@@ -52,13 +56,13 @@ class Move:
         return self.phase in ("done", "ended")
 
 
-def propose(arms: Sequence[Arm], found: Mapping[str, Runs], width: float | None = None) -> list[Move]:
+def propose(arms: Sequence[Arm], found: Mapping[str, Runs], width: Width = None) -> list[Move]:
     """The next move of every arm; the search is over when every move is.
 
     Args:
         arms: donors and references among them.
         found: finished runs of this search, by the arm's key.
-        width: the factor F for intervals [x / F, x F] (of half their log width), or None for what the full grid gives.
+        width: how narrow is narrow enough, see ``Width``.
     """
     looks = {arm.key: Look(arm, found.get(arm.key, Runs())) for arm in arms}
     moves: dict[str, Move] = {}
@@ -67,7 +71,7 @@ def propose(arms: Sequence[Arm], found: Mapping[str, Runs], width: float | None 
     return [moves[arm.key] for arm in arms]
 
 
-def _move(look: Look, looks: Mapping[str, Look], moves: Mapping[str, Move], width: float | None) -> Move:
+def _move(look: Look, looks: Mapping[str, Look], moves: Mapping[str, Move], width: Width) -> Move:
     arm = look.arm
     if not look.runs.lr:
         return _begin(arm, looks.get(arm.donor), moves.get(arm.donor))
@@ -134,7 +138,7 @@ def _run(look: Look, phase: str, points: Sequence[int], why: str, reach: int) ->
     return Move(arm.key, phase if runs else "ended", runs, why if runs else f"undecided: {why}")
 
 
-def _repeat(look: Look, reference: Look | None, looks: Mapping[str, Look], width: float | None) -> Move:
+def _repeat(look: Look, reference: Look | None, looks: Mapping[str, Look], width: Width) -> Move:
     arm, optimum = look.arm, look.optimum
     noise = _planning_noise(look, looks)
     shape = look.shape(noise)
@@ -189,9 +193,11 @@ def _planning_noise(look: Look, looks: Mapping[str, Look]) -> float:
 
 
 def _target(
-    look: Look, shape: Shape | None, reference: Look | None, reference_shape: Shape | None, width: float | None
+    look: Look, shape: Shape | None, reference: Look | None, reference_shape: Shape | None, width: Width
 ) -> tuple[float, str]:
     """Half the log width to reach, and in words where it comes from."""
+    if isinstance(width, Mapping):
+        return math.log(width[look.arm.key]), f"{width[look.arm.key]:.2f}"
     if width is not None:
         share = 1.0 if look.arm.reference == "" or reference is not None else 1 / math.sqrt(2)
         return math.log(width) * share, f"{width:.2f}"
@@ -244,6 +250,8 @@ def _cheapest(look: Look, shape: Shape | None, reference: Spread | None, target:
         options.append((_predicted(look, points, after, shape, reference), len(added), added))
     if not options:
         return ()
+    if look.repeats < min(2, len(arm.seeds)):  # its noise is not known yet: measure that first
+        return tuple(min(options, key=lambda o: (o[1], o[0]))[2])
     good = [option for option in options if option[0] <= target]
     chosen = min(good, key=lambda o: (o[1], o[0])) if good else min(options, key=lambda o: (o[0], o[1]))
     return tuple(chosen[2])
