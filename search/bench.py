@@ -1,8 +1,8 @@
-"""A search against the full grid of the same study: ``python -m search.bench [lr] [--root runs]``, ``make bench-search``.
+"""A search against the full grid of the same study: ``make bench-search``, or ``python -m search.bench [lr]``.
 
-Needs the finished grid in the store. Searches twice, each time from nothing: with the default target, and asking each arm
-for the very interval that the full grid gave. Answers come from the store; what it lacks (LRs that the grid does
-not have) is trained into it. Prints LR*, ratio and intervals of all three and the steps behind them, and writes
+Needs the finished grid in the store. Searches twice, each time from nothing: with the default target, and asking
+each arm for the very interval that the full grid gave. Answers come from the store; what it lacks (LRs that the
+grid does not have) is trained into it. Prints LR*, ratio and intervals of all three and their steps, and writes
 ``<root>/bench/search-<study>-<scale>.json``.
 """
 
@@ -24,7 +24,7 @@ from experiments.store import StoreError, ensure_root, read_summary, write_json
 from search.arms import Searched, finished, searched
 from search.launch import run
 from search.look import Look, Runs
-from search.propose import Width
+from search.plan import Width
 from sweeps.display import warn
 from sweeps.grid import Point, load_study
 from sweeps.launch import launch
@@ -122,7 +122,9 @@ def _factor(interval: Interval | None) -> float:
 
 
 def _show(results: Mapping[str, Mapping[str, Any]], console: Console) -> None:
-    table = Table("", "arm", "runs", "LR*", "95 % interval", "ratio", "95 % interval", "within a factor", "equal", box=None)
+    table = Table(
+        "", "arm", "runs", "LR*", "95 % interval", "ratio", "95 % interval", "within a factor", "equal", box=None
+    )
     for name, result in results.items():
         for n, row in enumerate(result["arms"]):
             interval = row["ratio_interval"] if row["ratio_interval"] else row["interval"]

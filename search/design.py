@@ -3,7 +3,9 @@
 Near its vertex v a bowl is y = y0 + c (x - v)^2, x = log LR. Least squares over LRs x_l with S_l seeds each gives
 b = P y for the coefficients, and by the delta method
 
-    Var(v) = sum_l (P_1l + 2 v P_2l)^2 sigma^2 / S_l / (2 c)^2,    P the pseudo-inverse of (1, x, x^2), v from the best LR.
+    Var(v) = sum_l (P_1l + 2 v P_2l)^2 sigma^2 / S_l / (2 c)^2,
+
+with P the pseudo-inverse of (1, x, x^2), and x and v counted from the best LR.
 
 The same rules as ``analysis.optimum``: its window, its degrees of freedom, never less than half a step to each side.
 What a search reports is always that module's bootstrap; this only says which runs are worth their cost.
@@ -65,7 +67,7 @@ def half_width(of: Spread) -> float:
 
 
 def ratio_half_width(arm: Spread, reference: Spread) -> float:
-    """The same of LR*(arm) / LR*(reference): errors and half steps add in squares, as ``analysis.optimum.ratio`` does."""
+    """The same of LR*(arm) / LR*(reference): errors and half steps add in squares, as in ``analysis.optimum``."""
     noise = _quantile(min(arm.dof, reference.dof)) * math.hypot(arm.sd, reference.sd)
     below, above = math.hypot(arm.below, reference.above), math.hypot(arm.above, reference.below)
     return (max(below, noise) + max(above, noise)) / 2

@@ -23,7 +23,8 @@ from experiments.config import ConfigError
 from experiments.manifests import write_study
 from experiments.store import StoreError, ensure_root
 from search.arms import Searched, finished, searched
-from search.propose import Move, Width, propose
+from search.plan import Width
+from search.propose import Move, propose
 from slurm.client import SlurmError
 from slurm.cluster import Cluster, choose
 from sweeps.display import warn

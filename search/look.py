@@ -108,7 +108,8 @@ class Look:
         None where it does not open upward or has its minimum elsewhere.
         """
         x, values = self.sweep.log_lr_L, np.array([v.mean() for v in self.sweep.runs])
-        near = np.abs(x - x[self.place]) <= self.arm.lattice.half_decade * math.log(2) / self.arm.lattice.per_octave * 1.1
+        reach = self.arm.lattice.half_decade * math.log(2) / self.arm.lattice.per_octave
+        near = np.abs(x - x[self.place]) <= 1.1 * reach  # typed LRs are a few percent off
         if near.sum() < 3:
             return None
         c2, c1, _ = np.polyfit(x[near] - x[self.place], values[near], 2)

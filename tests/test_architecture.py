@@ -1,4 +1,4 @@
-"""The arrows of the architecture: conf -> sweeps -> experiments -> runs -> analysis, slurm beside."""
+"""The arrows of the architecture: conf -> sweeps -> experiments -> runs -> analysis, slurm beside, search above."""
 
 from __future__ import annotations
 
@@ -10,12 +10,21 @@ from pathlib import Path
 import pytest
 
 PROJECT = Path(__file__).resolve().parent.parent
-PACKAGES = ("experiments", "sweeps", "analysis", "slurm")
+PACKAGES = ("experiments", "sweeps", "analysis", "slurm", "search")
 ALLOWED = {
     "experiments": {"experiments"},
     "sweeps": {"sweeps", "experiments", "slurm"},
     "analysis": {"analysis", "experiments.store", "experiments.manifests", "experiments.config"},
     "slurm": {"slurm", "experiments"},
+    "search": {
+        "search",
+        "sweeps",
+        "analysis",
+        "slurm",
+        "experiments.config",
+        "experiments.store",
+        "experiments.manifests",
+    },  # the loop from results to runs: nothing imports it
 }
 BOUNDARIES = {  # library -> the only modules that may import it
     "transformers": {"experiments.models", "experiments.adapters", "experiments.sft", "experiments.shapes",
@@ -76,7 +85,15 @@ def test_module_is_one_a_person_can_hold(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["analysis", "analysis.figures.__main__", "analysis.verdict", "sweeps.launch", "sweeps.status", "sweeps.studies"],
+    [
+        "analysis",
+        "analysis.figures.__main__",
+        "analysis.verdict",
+        "sweeps.launch",
+        "sweeps.status",
+        "sweeps.studies",
+        "search.launch",
+    ],
 )
 def test_module_starts_without_torch(module: str) -> None:
     """A second launch and every redraw stay fast because nothing heavy is imported."""

@@ -84,7 +84,7 @@ def full_grid(arms: Sequence[Arm], world: World) -> dict[str, Runs]:
 
 
 def random_world(draw: int, noise: float) -> World:
-    """Minima up to a factor of two off the middle of the grids, a ratio between 1 and 6; shifts as large as the noise."""
+    """Minima up to a factor of two off the middle of the grids; a seed shifts a curve by as much as the noise."""
     rng = np.random.default_rng(draw)
     stars = {"full": 1e-3 * 2 ** rng.uniform(-1, 1)}
     common = 2 ** rng.uniform(-0.7, 0.7)
