@@ -19,7 +19,7 @@ PY_VLLM := .venv-vllm/bin/python
 READY_VLLM := .venv-vllm/.ready
 PIP_VLLM = $(PY_VLLM) -m pip install -qq -c constraints-vllm.txt
 export OMP_NUM_THREADS ?= 1
-LAUNCHER = $(if $(SEARCH),search.launch $* --search $(SEARCH) $(if $(SEARCH_WIDTH),--width $(SEARCH_WIDTH)),$(if $(SEARCH_WIDTH),$(error SEARCH_WIDTH needs SEARCH=adaptive))sweeps.launch $*)
+LAUNCHER = $(if $(SEARCH),sweeps.search.launch $* --search $(SEARCH) $(if $(SEARCH_WIDTH),--width $(SEARCH_WIDTH)),$(if $(SEARCH_WIDTH),$(error SEARCH_WIDTH needs SEARCH=adaptive))sweeps.launch $*)
 LAUNCH = $(PY) -m $(LAUNCHER) --scale $(SCALE) --cluster $(CLUSTER) $(if $(DETACH),--detach) launch.root=$(ROOT) $(ARGS)
 DRAW = $(PY) -m analysis.figures --root $(ROOT)
 
@@ -70,8 +70,8 @@ figures: $(READY) ## redraw all figures from the store alone
 reference: $(READY) ## publish the finished studies into analysis/reference and the README
 	@$(PY) -m analysis.reference --scale $(SCALE) --root $(ROOT)
 
-bench-search: $(READY) ## the search against the full grid of study lr: steps, LR*, ratios, intervals
-	@$(PY) -m search.bench lr --scale $(SCALE) --root $(ROOT)
+bench-search: $(READY) ## replay the LR search on the reference results: steps and LR* against the full grids
+	@$(PY) -m sweeps.search.bench --scale $(SCALE)
 
 bases: $(READY) ## train the mini base models that the repository ships (hours)
 	$(PY) -m experiments.pretrain $(ARGS)

@@ -51,11 +51,11 @@ def searched(study: Study, base: str, extra: Sequence[str], width: float | None)
     """
     table = label_points(pd.DataFrame([_row(point) for point in study.points]))
     points = {point.run_id: point for point in study.points}
-    arms = arms_of(table, str(study.settings.get("reference", FULL)), width)
-    for arm in arms:
-        if len(arm.grid) < 3:
-            raise ConfigError(f"study: {base!r} does not sweep the LR of {arm.key} (LRs: {len(arm.grid)}); "
+    for (panel, name), lrs in table.groupby(["panel", "arm"], sort=False)["lr"]:
+        if lrs.nunique() < 3:
+            raise ConfigError(f"study: {base!r} does not sweep the LR of {_key(panel, name)} (LRs: {lrs.nunique()}); "
                               "a search needs 3")  # fmt: skip
+    arms = arms_of(table, str(study.settings.get("reference", FULL)), width)
     first = table.drop_duplicates(["panel", "arm"])
     templates = {_key(panel, name): points[run] for panel, name, run in zip(first["panel"], first["arm"],
                                                                            first["run_id"], strict=True)}  # fmt: skip
@@ -66,7 +66,7 @@ def searched(study: Study, base: str, extra: Sequence[str], width: float | None)
 def arms_of(table: pd.DataFrame, reference: str, width: float | None, reach: float = REACH_DECADES) -> tuple[Arm, ...]:
     """The arms of ``label_points``'s table, in its order, with the seeds that ran at every LR of their grid.
 
-    With a ``width`` the LRs are close enough to resolve it; ``reach`` is in decades beyond the grid's ends.
+    Every arm has two LRs or more. With a ``width`` the LRs are close enough to resolve it; ``reach`` is in decades beyond the grid's ends.
     """
     arms = []
     for (panel, name), rows in table.groupby(["panel", "arm"], sort=False):

@@ -1,9 +1,12 @@
-"""A search against the full grid of the same study: ``make bench-search``, or ``python -m search.bench [lr]``.
+"""The search against the full grids of the committed reference results: ``make bench-search``. No training.
 
-Needs the finished grid in the store. Searches twice, each time from nothing: with the default target, and asking
-each arm for the very interval that the full grid gave. Answers come from the store; what it lacks (LRs that the
-grid does not have) is trained into it. Prints LR*, ratio and intervals of all three and their steps, and writes
-``<root>/bench/search-<study>-<scale>.json``.
+Every study that swept LRs in ``analysis/reference/<scale>`` is searched as if nothing of it were known, each answer
+taken from the reference. Only LRs and seeds of the grid have answers: LRs beyond its ends do not exist, and of seeds
+that ran at some LRs only (a second look at the best) neither side sees anything. Twice: once with the search's
+default, and once asking each arm for the very interval that its full grid gave ("same"), which is the bar: at most
+40 % of the full grid's training steps, LR* within both intervals.
+
+Writes ``search.csv`` (a row per arm) beside the reference and prints the totals of each study.
 """
 
 from __future__ import annotations
@@ -13,137 +16,141 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+import pandas as pd
 
-from analysis.optimum import Interval, Optimum, Ratio, ratio
-from experiments.config import ConfigError
-from experiments.store import StoreError, ensure_root, read_summary, write_json
-from search.arms import Searched, finished, searched
-from search.launch import run
-from search.look import Look, Runs
-from search.plan import Width
+from analysis.arms import FULL
+from analysis.optimum import Interval, Optimum, ratio
+from analysis.results import StudyRuns, from_reference
+from experiments.store import StoreError
 from sweeps.display import warn
-from sweeps.grid import Point, load_study
-from sweeps.launch import launch
-from sweeps.plan import find
+from sweeps.search.arms import arms_of
+from sweeps.search.look import Arm, Look, Runs
+from sweeps.search.propose import WIDTH, Move, Width, propose
 
+REFERENCE = Path(__file__).resolve().parents[2] / "analysis" / "reference"
 BAR = 0.4
 """Share of the full grid's steps that a search may take."""
 
+Answers = Mapping[tuple[str, float, str], tuple[float, int]]
+"""(value, steps trained) of each (arm, LR, seed)."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 (whatever the bar says), 1 if a run failed, 2 for bad input."""
-    parser = argparse.ArgumentParser(prog="python -m search.bench", description=__doc__,
+    """Returns the exit code: 0 (whatever the bar says), 2 for bad input."""
+    parser = argparse.ArgumentParser(prog="python -m sweeps.search.bench", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("study", nargs="?", default="lr")
     parser.add_argument("--scale", default="mini")
-    parser.add_argument("--root", default="runs")
-    parser.add_argument("overrides", nargs="*")
-    options = parser.parse_intermixed_args(arguments)
-    root = Path(options.root)
+    parser.add_argument("--reference", default=str(REFERENCE), help="folder of the reference results")
+    options = parser.parse_args(arguments)
+    folder = Path(options.reference) / options.scale
     try:
-        extra = [*options.overrides, f"launch.root={root}"]
-        study = load_study(options.study, options.scale, extra)
-        wanted = searched(study, options.study, options.overrides, None)
-        missing = [point for point in study.points if find(root, point).state != "done"]
-        if missing:
-            raise ConfigError(
-                f"study: {len(missing)} of {len(study.points)} runs of the full grid of {options.study!r} are not in "
-                f"{root}; make sweep-{options.study} runs them"
-            )
-        ensure_root(root)
-        grid = _of(wanted, root, study.points)
-        results = {"full grid": grid}
-        same = {row["arm"]: _factor(row["ratio_interval"] or row["interval"]) for row in grid["arms"]}
-        widths: dict[str, Width] = {"search, default": None}
-        if all(math.isfinite(factor) for factor in same.values()):
-            widths["search, the grid's intervals"] = same
-        for name, width in widths.items():
-            code, progress = run(wanted, root, width, lambda s: launch(s, root), record=False)
-            if code:
-                return code
-            asked = [wanted.point(*where) for where in progress.asked.values()]
-            results[name] = _of(wanted, root, asked) | {"rounds": progress.rounds}
-        for name in widths:
-            results[name] |= _against(results[name], grid)
-        path = root / "bench" / f"search-{study.name}-{study.scale}.json"
-        path.parent.mkdir(exist_ok=True)
-        write_json(path, {"study": study.name, "scale": study.scale, "bar": BAR, "results": results})
-        _show(results, Console(highlight=False, soft_wrap=True, width=140))
-        print(f"written: {path}")
-    except (ConfigError, StoreError) as error:
+        results = from_reference(folder)
+    except StoreError as error:
         warn(f"error: {error}")
         return 2
+    tables, seen = [], set()
+    for name in results.studies:
+        study = results.study(name)
+        if study is not None and (runs := frozenset(study.runs["run_id"])) not in seen:
+            seen.add(runs)  # two studies may read the same runs
+            tables += [compare(study)]
+    table = pd.concat(tables, ignore_index=True)
+    table.to_csv(folder / "search.csv", index=False, float_format="%.4g")
+    print(summarise(table).to_string(index=False, na_rep="-"))
+    print(f"written: {folder / 'search.csv'}")
     return 0
 
 
-def _of(wanted: Searched, root: Path, points: Sequence[Point]) -> dict[str, Any]:
-    """LR* and ratio of every arm from these runs alone, and the steps that they took."""
-    where = {wanted.point(arm.key, lr, seed).run_id: (arm.key, lr, seed) for arm in wanted.arms
-             for lr in {p.config.optim.lr for p in points} for seed in arm.seeds}  # fmt: skip
-    asked = {point.run_id: where[point.run_id] for point in points}
-    found = finished(wanted, asked, root)
-    optima = {arm.key: Look(arm, found.get(arm.key, Runs())).optimum for arm in wanted.arms}
-    steps = sum(summary["step"] for point in points if (summary := read_summary(root / point.run_id)))
-    return {"num_runs": len(points), "num_steps": steps, "arms": [
-        _row(arm.key, optima[arm.key], ratio(optima[arm.key], optima[arm.reference]) if arm.reference else None,
-             len(found.get(arm.key, Runs()).lr))
-        for arm in wanted.arms
-    ]}  # fmt: skip
+def compare(study: StudyRuns) -> pd.DataFrame:
+    """Full grid and searches of one study, a row per arm and way of asking; none if it swept no LRs with repeats."""
+    runs = study.runs
+    runs = runs[runs.groupby(["panel", "arm"])["lr"].transform("nunique") >= 3]
+    labelled = arms_of(runs, str(study.settings.get("reference", FULL)), None, reach=0)
+    arms = [arm for arm in labelled if len(arm.seeds) >= 2]
+    keys = [f"{panel} {arm}".strip() for panel, arm in zip(runs["panel"], runs["arm"], strict=True)]
+    answers = {(key, lr, seed): (value, int(step)) for key, lr, seed, value, step in
+               zip(keys, runs["lr"], runs["seed"], runs["value"], runs["step"], strict=True)}  # fmt: skip
+    if not arms:
+        return pd.DataFrame()
+    full = {arm.key: _asked(arm.key, [(lr, seed) for lr in arm.grid for seed in arm.seeds], answers) for arm in arms}
+    grid = {arm.key: Look(arm, full[arm.key]).optimum for arm in arms}
+    same = {arm.key: _factor(_interval(arm, grid)) or WIDTH for arm in arms}
+    rows = []
+    for how, width in (("default", WIDTH), ("same", same)):
+        found, moves = replay(arms, answers, width)
+        optima = {arm.key: Look(arm, found[arm.key]).optimum for arm in arms}
+        for arm, move in zip(arms, moves, strict=True):
+            mine, theirs = optima[arm.key], grid[arm.key]
+            rows.append({
+                "study": study.name, "asked": how, "arm": arm.key,
+                "steps_grid": _steps(arm, full, answers), "steps": _steps(arm, found, answers),
+                "lr_star_grid": theirs.lr_star, "lr_star": mine.lr_star, "equal": _equal(mine, theirs),
+                "factor_grid": _factor(_interval(arm, grid)), "factor": _factor(_interval(arm, optima)),
+                "end": move.phase, "why": move.why,
+            })  # fmt: skip
+    return pd.DataFrame(rows)
 
 
-def _row(key: str, optimum: Optimum, against: Ratio | None, num_runs: int) -> dict[str, Any]:
-    return {
-        "arm": key, "num_runs": num_runs, "lr_star": optimum.lr_star, "interval": optimum.interval,
-        "ratio": against.value if against else None, "ratio_interval": against.interval if against else None,
-        "num_seeds": optimum.num_seeds, "why": optimum.why,
-    }  # fmt: skip
+def replay(arms: Sequence[Arm], answers: Answers, width: Width) -> tuple[dict[str, Runs], list[Move]]:
+    """What a search finds where every run's result is known beforehand, and how each arm ended."""
+    pairs: dict[str, list[tuple[float, str]]] = {arm.key: [] for arm in arms}
+    while True:
+        found = {key: _asked(key, asked, answers) for key, asked in pairs.items()}
+        moves = propose(arms, found, width)
+        if not any(move.runs for move in moves):
+            return found, moves
+        for move in moves:
+            pairs[move.arm] += move.runs
 
 
-def _against(result: Mapping[str, Any], grid: Mapping[str, Any]) -> dict[str, Any]:
-    """The bar: the share of steps, and by arm whether each LR* lies within the other's interval."""
-    pairs = list(zip(result["arms"], grid["arms"], strict=True))
-    return {
-        "share": result["num_steps"] / grid["num_steps"],
-        "equal": {a["arm"]: _inside(a["lr_star"], b["interval"]) and _inside(b["lr_star"], a["interval"])
-                  for a, b in pairs},
-    }  # fmt: skip
+def summarise(table: pd.DataFrame) -> pd.DataFrame:
+    """A row per study and way of asking: the share of the steps, and on how many arms LR* and intervals agree.
+
+    ``narrow`` counts, among the arms with both intervals, those whose interval is at most 5 % wider than the grid's.
+    """
+    rows = []
+    for (asked, name), part in [*table.groupby(["asked", "study"], sort=False),
+                                *(((asked, "all"), p) for asked, p in table.groupby("asked", sort=False))]:  # fmt: skip
+        both = part[part["lr_star"].notna() & part["lr_star_grid"].notna()]
+        narrow = both[both["factor"].map(math.log) <= 1.05 * both["factor_grid"].map(math.log)]
+        share = part["steps"].sum() / part["steps_grid"].sum()
+        rows.append({
+            "asked": asked, "study": name, "steps of grid": f"{100 * share:.0f} %",
+            "bar": "met" if share <= BAR else "missed", "arms": len(part),
+            "decided by grid / search / both": f"{part['lr_star_grid'].notna().sum()} / "
+                                               f"{part['lr_star'].notna().sum()} / {len(both)}",
+            "LR* equal": f"{int(both['equal'].sum())} of {len(both)}", "narrow": f"{len(narrow)} of {len(both)}",
+        })  # fmt: skip
+    return pd.DataFrame(rows)
 
 
-def _inside(value: float | None, interval: Interval | None) -> bool:
-    return value is not None and interval is not None and interval[0] <= value <= interval[1]
+def _asked(key: str, pairs: Sequence[tuple[float, str]], answers: Answers) -> Runs:
+    values = [answers[key, lr, seed][0] for lr, seed in pairs]
+    return Runs(tuple(lr for lr, _ in pairs), tuple(values), tuple(seed for _, seed in pairs))
 
 
-def _factor(interval: Interval | None) -> float:
-    return math.sqrt(interval[1] / interval[0]) if interval else math.nan
+def _steps(arm: Arm, found: Mapping[str, Runs], answers: Answers) -> int:
+    runs = found[arm.key]
+    return sum(answers[arm.key, lr, seed][1] for lr, seed in zip(runs.lr, runs.seed, strict=True))
 
 
-def _show(results: Mapping[str, Mapping[str, Any]], console: Console) -> None:
-    table = Table(
-        "", "arm", "runs", "LR*", "95 % interval", "ratio", "95 % interval", "within a factor", "equal", box=None
-    )
-    for name, result in results.items():
-        for n, row in enumerate(result["arms"]):
-            interval = row["ratio_interval"] if row["ratio_interval"] else row["interval"]
-            equal = result.get("equal", {}).get(row["arm"])
-            table.add_row(
-                "" if n else name, row["arm"], str(row["num_runs"]), *_cells(row["lr_star"], row["interval"], ".2e"),
-                *_cells(row["ratio"], row["ratio_interval"], ".2f"), f"{_factor(interval):.2f}",
-                "-" if equal is None else "yes" if equal else "no",
-            )  # fmt: skip
-    console.print(table, markup=False)
-    for name, result in results.items():
-        share = f": {100 * result['share']:.1f} % (bar: {100 * BAR:.0f} %)" if "share" in result else ""
-        console.print(f"{name}: {result['num_runs']} runs, {result['num_steps']:,} steps{share}")
+def _interval(arm: Arm, optima: Mapping[str, Optimum]) -> Interval | None:
+    """Of the ratio to the arm's reference; of LR* without one, and where that is undecided. None if undecided."""
+    mine, theirs = optima[arm.key], optima.get(arm.reference)
+    if mine.lr_star is None:
+        return None
+    return (ratio(mine, theirs).interval if theirs is not None else None) or mine.interval
 
 
-def _cells(value: float | None, interval: Interval | None, form: str) -> tuple[str, str]:
-    if value is None or interval is None:
-        return "-", "-"
-    return f"{value:{form}}", f"[{interval[0]:{form}}, {interval[1]:{form}}]"
+def _factor(interval: Interval | None) -> float | None:
+    return math.sqrt(interval[1] / interval[0]) if interval else None
+
+
+def _equal(a: Optimum, b: Optimum) -> bool | None:
+    if a.lr_star is None or b.lr_star is None or a.interval is None or b.interval is None:
+        return None
+    return b.interval[0] <= a.lr_star <= b.interval[1] and a.interval[0] <= b.lr_star <= a.interval[1]
 
 
 if __name__ == "__main__":

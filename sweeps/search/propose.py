@@ -7,9 +7,10 @@ borrow   instead, for all but the middle rank of several: the middle rank's best
          factor of two to each side. A borrowed bracket is a guess like any other: only a minimum inside it counts.
 bracket  widened by half a decade while the minimum touches an edge, halved towards a diverged LR, then narrowed
          until the best LR has both of its neighbours. A diverged LR stays a bound; nothing more is run there.
-repeat   one more seed at the best LR and at the ends of the estimator's window, a factor of two off, where the slope
-         of a bowl shows most; when the seeds are used up, the LRs between. A seed always runs at three LRs, so that
-         its own shift can be taken out.
+repeat   a second seed where the first has run, which is the least that shows the noise: at the best LR and at the
+         outermost of the estimator's window (a factor of two to each side), where the slope of a bowl shows most.
+         Then at the window's very ends, then one more seed there; when the seeds are used up, the LRs between.
+         A seed always runs at three LRs, so that its own shift can be taken out.
 done     the interval that ``analysis.optimum`` gives is as narrow as asked, or as the LRs resolve, from two seeds or
          more if the study has them. An arm is judged by the interval of its ratio, its reference by that of LR*,
          which has its share of the ratio's: 1 / sqrt(2) of the log width.
@@ -88,12 +89,13 @@ def _begin(arm: Arm, donor: Look | None, before: Move | None) -> Move:
             return Move(arm.key, "waits", (), f"for the bracket of {donor.arm.name}")
     low, high = rungs.index(min(arm.grid)), rungs.index(max(arm.grid))
     middle = rungs.index(sorted(arm.grid)[len(arm.grid) // 2])
+    step = math.log(rungs.lrs[high] / rungs.lrs[low]) / (high - low)
     wanted = {middle}
-    for factor in (1 / HALF_DECADE, HALF_DECADE):
-        k = min(max(rungs.away(middle, factor), low), high)  # one to each side, and all within the grid
-        while low <= k <= high and k not in wanted:
+    for side, end in ((-1, low), (1, high)):
+        k = middle
+        while k == middle or side * math.log(rungs.lrs[end] / rungs.lrs[k]) > math.log(HALF_DECADE) - step / 2:
+            k = side * min(side * rungs.away(k, HALF_DECADE**side), side * end)
             wanted.add(k)
-            k = rungs.away(k, factor)
     return _run(arm, "coarse", wanted, "LRs half a decade apart over the study's grid, one seed")
 
 
@@ -145,12 +147,14 @@ def _repeat(look: Look, reference: Look | None, factor: float) -> Move:
         beyond = _beyond(look)
         if beyond is not None:
             return _run(arm, "bracket", [beyond], said)
-    for rungs in ([look.window[0], look.best, look.window[-1]], look.window):
-        for n in range(2, len(arm.seeds) + 1) if len(arm.seeds) > 1 else [1]:
-            runs = tuple((arm.rungs.lrs[k], seed) for k in rungs for seed in arm.seeds[:n]
-                         if seed not in look.seeds_at.get(k, ()))  # fmt: skip
-            if runs:
-                return Move(arm.key, "repeat", runs, said)
+    ran = [k for k in look.window if k in look.seeds_at]
+    counts = range(2, len(arm.seeds) + 1) if len(arm.seeds) > 1 else [1]
+    designs = [(ran, counts[0]), *((look.window, n) for n in counts)]
+    for rungs, n in [*(([at[0], look.best, at[-1]], n) for at, n in designs), *designs[1:]]:
+        runs = tuple((arm.rungs.lrs[k], seed) for k in rungs for seed in arm.seeds[:n]
+                     if seed not in look.seeds_at.get(k, ()))  # fmt: skip
+        if runs:
+            return Move(arm.key, "repeat", runs, said)
     undecided = "undecided: " if look.optimum.verdict == "undecided" else ""
     return Move(arm.key, "ended", (), f"{undecided}{said}; every seed has run at every LR near the minimum")
 
