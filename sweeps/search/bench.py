@@ -26,7 +26,7 @@ from experiments.store import StoreError
 from sweeps.display import warn
 from sweeps.search.arms import arms_of
 from sweeps.search.look import Arm, Look, Runs
-from sweeps.search.propose import WIDTH, Move, Width, propose
+from sweeps.search.propose import TOLERANCE, WIDTH, Move, Width, propose
 
 REFERENCE = Path(__file__).resolve().parents[2] / "analysis" / "reference"
 BAR = 0.4
@@ -113,7 +113,7 @@ def summarise(table: pd.DataFrame) -> pd.DataFrame:
     for (asked, name), part in [*table.groupby(["asked", "study"], sort=False),
                                 *(((asked, "all"), p) for asked, p in table.groupby("asked", sort=False))]:  # fmt: skip
         both = part[part["lr_star"].notna() & part["lr_star_grid"].notna()]
-        narrow = both[both["factor"].map(math.log) <= 1.05 * both["factor_grid"].map(math.log)]
+        narrow = both[both["factor"].map(math.log) <= TOLERANCE * both["factor_grid"].map(math.log)]
         share = part["steps"].sum() / part["steps_grid"].sum()
         rows.append({
             "asked": asked, "study": name, "steps of grid": f"{100 * share:.0f} %",

@@ -80,11 +80,15 @@ class Look:
         return bool(self.points) and {self.best - 1, self.best + 1} <= set(self.points)
 
     @cached_property
-    def repeated(self) -> bool:
-        """Whether two seeds (if the study has them) ran at three surviving LRs: less shows no noise, and three
-        take out what a seed adds at all LRs alike."""
+    def depth(self) -> int:
+        """Seeds that ran at three surviving LRs or more, which takes out what a seed adds at all LRs alike."""
         counts = [sum(seed in self.seeds_at[k] for k in self.points) for seed in self.arm.seeds]
-        return sum(count >= 3 for count in counts) >= min(2, len(self.arm.seeds))
+        return sum(count >= 3 for count in counts)
+
+    @property
+    def repeated(self) -> bool:
+        """Whether that are two seeds, if the study has them: one shows no noise."""
+        return self.depth >= min(2, len(self.arm.seeds))
 
     @cached_property
     def optimum(self) -> Optimum:

@@ -9,8 +9,9 @@ bracket  widened by half a decade while the minimum touches an edge, halved towa
          until the best LR has both of its neighbours. A diverged LR stays a bound; nothing more is run there.
 repeat   a second seed where the first has run, which is the least that shows the noise: at the best LR and at the
          outermost of the estimator's window (a factor of two to each side), where the slope of a bowl shows most.
-         Then at the window's very ends, then one more seed there; when the seeds are used up, the LRs between.
-         A seed always runs at three LRs, so that its own shift can be taken out.
+         Then at the window's very ends, then one more seed there, first of the reference: it serves all ratios.
+         Not at the LRs between, which say little: information grows with the square of the distance. A seed
+         always runs at three LRs, so that its own shift can be taken out.
 done     the interval that ``analysis.optimum`` gives is as narrow as asked, or as the LRs resolve, from two seeds or
          more if the study has them. An arm is judged by the interval of its ratio, its reference by that of LR*,
          which has its share of the ratio's: 1 / sqrt(2) of the log width.
@@ -29,6 +30,9 @@ from sweeps.search.rungs import HALF_DECADE
 WIDTH = math.sqrt(2)
 """The default factor F of intervals [x / F, x F] that are narrow enough: a factor of two from end to end, what the
 protocol asks of a grid's spacing and what claim C7 is decided by."""
+
+TOLERANCE = 1.05
+"""On the log of a width: LRs are typed with two digits, which moves half a step by this much."""
 
 Width = float | Mapping[str, float]
 """That factor for all arms, or one for each."""
@@ -74,7 +78,24 @@ def _move(look: Look, looks: Mapping[str, Look], moves: Mapping[str, Move], widt
         return Move(arm.key, "waits", (), "for the interval of the reference arm")
     if before is None or before.phase != "done":
         reference = None
-    return _repeat(look, reference, width if isinstance(width, float | int) else width[arm.key])
+    referring = [other for other in looks.values() if other.arm.reference == arm.key]
+    goal = _goal(arm, width)
+    if (arm.reference and reference is None) or (referring and not isinstance(width, Mapping)):
+        goal /= math.sqrt(2)  # its share of a ratio's
+    needed = any(_wants(other, look, _goal(other.arm, width)) for other in referring)
+    return _repeat(look, reference, goal, needed)
+
+
+def _goal(arm: Arm, width: Width) -> float:
+    return math.log(width[arm.key] if isinstance(width, Mapping) else width)
+
+
+def _wants(look: Look, reference: Look, goal: float) -> bool:
+    """Whether a ratio is too wide that has as many seeds of its own: the reference's next seed serves all ratios."""
+    if not (look.bracketed and look.repeated and reference.repeated and look.depth >= reference.depth):
+        return False
+    interval = reached(look, reference)
+    return interval is not None and interval[0] > max(goal, interval[1]) * TOLERANCE
 
 
 def _begin(arm: Arm, donor: Look | None, before: Move | None) -> Move:
@@ -132,15 +153,15 @@ def _run(arm: Arm, phase: str, wanted: Sequence[int] | set[int], why: str) -> Mo
     return Move(arm.key, phase, runs, why) if runs else Move(arm.key, "ended", (), f"undecided: {why}")
 
 
-def _repeat(look: Look, reference: Look | None, factor: float) -> Move:
+def _repeat(look: Look, reference: Look | None, goal: float, needed: bool) -> Move:
+    """``goal`` is a half log width; ``needed``: ratios to this arm want more of it than it wants itself."""
     arm, said = look.arm, "the best LR is bracketed: its noise comes next"
     interval = reached(look, reference) if look.repeated else None
     if interval is not None:
         now, resolved = interval
-        share = 1 / math.sqrt(2) if arm.reference and reference is None else 1.0  # its reference never got there
-        target = max(math.log(factor) * share, resolved)
-        said = f"{'ratio' if reference else 'LR*'} within a factor {math.exp(now):.2f}, asked {math.exp(target):.2f}"
-        if now <= target * (1 + 1e-9):
+        goal = max(goal, resolved)
+        said = f"{'ratio' if reference else 'LR*'} within a factor {math.exp(now):.2f}, asked {math.exp(goal):.2f}"
+        if now <= goal * TOLERANCE and not needed:
             return Move(arm.key, "done", (), said)
     elif look.repeated:
         said = look.optimum.why or "its noise is not known yet"
@@ -149,14 +170,15 @@ def _repeat(look: Look, reference: Look | None, factor: float) -> Move:
             return _run(arm, "bracket", [beyond], said)
     ran = [k for k in look.window if k in look.seeds_at]
     counts = range(2, len(arm.seeds) + 1) if len(arm.seeds) > 1 else [1]
-    designs = [(ran, counts[0]), *((look.window, n) for n in counts)]
-    for rungs, n in [*(([at[0], look.best, at[-1]], n) for at, n in designs), *designs[1:]]:
-        runs = tuple((arm.rungs.lrs[k], seed) for k in rungs for seed in arm.seeds[:n]
+    for window, n in [(ran, counts[0]), *((look.window, n) for n in counts)]:
+        runs = tuple((arm.rungs.lrs[k], seed) for k in (window[0], look.best, window[-1]) for seed in arm.seeds[:n]
                      if seed not in look.seeds_at.get(k, ()))  # fmt: skip
         if runs:
             return Move(arm.key, "repeat", runs, said)
+    if interval is not None and interval[0] <= goal * TOLERANCE:
+        return Move(arm.key, "done", (), said)
     undecided = "undecided: " if look.optimum.verdict == "undecided" else ""
-    return Move(arm.key, "ended", (), f"{undecided}{said}; every seed has run at every LR near the minimum")
+    return Move(arm.key, "ended", (), f"{undecided}{said}; every seed has run around the minimum")
 
 
 def _beyond(look: Look) -> int | None:
