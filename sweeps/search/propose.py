@@ -144,7 +144,8 @@ def _bracket(look: Look) -> Move:
             wanted.add((best + rungs.index(bound)) // 2 if end else -(-(best + rungs.index(bound)) // 2))
             why += f" ({bound:.2g} diverged)"
     wanted = {k for k in wanted if k not in look.seeds_at}
-    return _run(arm, "bracket", wanted, why if wanted else f"{why}, and there is no LR to run beyond it")
+    none_left = ", and the search has no LR between" if "diverged" in why else ", the last LR of the search"
+    return _run(arm, "bracket", wanted, why if wanted else why + none_left)
 
 
 def _run(arm: Arm, phase: str, wanted: Sequence[int] | set[int], why: str) -> Move:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from analysis.stats import stream
-from search.lattice import lay
-from search.look import Arm, Runs
-from search.propose import Move, propose
+from sweeps.search.look import Arm, Runs
+from sweeps.search.propose import WIDTH, Move, Width, propose
+from sweeps.search.rungs import lay
 
 FULL_GRID = (2.5e-4, 5e-4, 7.1e-4, 1e-3, 1.4e-3, 2e-3, 4e-3)
 LORA_GRID = (5e-4, 1e-3, 2e-3, 2.8e-3, 4e-3, 5.7e-3, 8e-3)
@@ -19,7 +19,7 @@ SEEDS = ("0/0/0", "1/1/1", "2/2/2")
 
 
 def arm(name: str, grid: Sequence[float], reference: str = "", donor: str = "", seeds: Sequence[str] = SEEDS) -> Arm:
-    return Arm(name, "", name, lay(grid, (*FULL_GRID, *LORA_GRID)), tuple(grid), tuple(seeds), reference, donor)
+    return Arm(name, "", name, lay(grid), tuple(grid), tuple(seeds), reference, donor)
 
 
 def study(ranks: Sequence[int] = (1, 4, 16, 64), seeds: Sequence[str] = SEEDS) -> list[Arm]:
@@ -62,7 +62,7 @@ class World:
 
 
 def search(
-    arms: Sequence[Arm], world: World, width: float | None = None, most: int = 40
+    arms: Sequence[Arm], world: World, width: Width = WIDTH, most: int = 40
 ) -> tuple[dict[str, Runs], list[list[Move]]]:
     """Rounds until every move is over: what was found, and the moves of every round."""
     found: dict[str, Runs] = {}

@@ -17,9 +17,9 @@ import yaml
 from analysis.results import from_store
 from experiments import manifests, store
 from experiments.config import encode
-from search import bench, launch
-from search.arms import MARK, finished, searched
-from search.launch import as_study, check, run
+from sweeps.search import bench, launch
+from sweeps.search.arms import MARK, finished, searched
+from sweeps.search.launch import as_study, check, run
 from sweeps import grid
 from sweeps.grid import Study, load_study
 
@@ -233,8 +233,8 @@ def test_bench_compares_with_the_grid_and_asks_for_it(
     ("options", "expected"),
     [
         ([], "sweeps.launch lr"),
-        (["SEARCH=adaptive"], "search.launch lr --search adaptive"),
-        (["SEARCH=adaptive", "SEARCH_WIDTH=1.3"], "search.launch lr --search adaptive --width 1.3"),
+        (["SEARCH=adaptive"], "sweeps.search.launch lr --search adaptive"),
+        (["SEARCH=adaptive", "SEARCH_WIDTH=1.3"], "sweeps.search.launch lr --search adaptive --width 1.3"),
     ],
 )
 def test_make_starts_and_draws_the_search(options: list[str], expected: str) -> None:
