@@ -1,6 +1,6 @@
 # Does LoRA match full fine-tuning? Every target sets up what it needs on first use.
 # Options:  SCALE=mini|smol|paper  CLUSTER=auto|local|<profile of conf/cluster>  DRY=1  DETACH=1  ARGS='optim.steps=50 ...'
-#           SEARCH=adaptive [SEARCH_WIDTH=1.3] searches the LRs of a study instead of running its grid
+#           SEARCH=adaptive [SEARCH_WIDTH=1.3] [SEARCH_BUDGET=60] searches the LRs of a study instead of running its grid
 .DEFAULT_GOAL := help
 .PHONY: help setup sweep-% plan-% sweep-rl studies exact verdict status cancel collect figures bench-search bases smol vllm reference lint type test test-vllm test-slurm
 
@@ -11,6 +11,7 @@ ARGS ?=
 SOURCE ?=
 SEARCH ?=
 SEARCH_WIDTH ?=
+SEARCH_BUDGET ?=
 JOBS ?= 2
 PYTHON ?= python3
 PY := .venv/bin/python
@@ -19,14 +20,14 @@ PY_VLLM := .venv-vllm/bin/python
 READY_VLLM := .venv-vllm/.ready
 PIP_VLLM = $(PY_VLLM) -m pip install -qq -c constraints-vllm.txt
 export OMP_NUM_THREADS ?= 1
-LAUNCHER = $(if $(SEARCH),sweeps.search.launch $* --search $(SEARCH) $(if $(SEARCH_WIDTH),--width $(SEARCH_WIDTH)),$(if $(SEARCH_WIDTH),$(error SEARCH_WIDTH needs SEARCH=adaptive))sweeps.launch $*)
-LAUNCH = $(PY) -m $(LAUNCHER) --scale $(SCALE) --cluster $(CLUSTER) $(if $(DETACH),--detach) launch.root=$(ROOT) $(ARGS)
+SEARCHED = $(SEARCH:%=--search %) $(SEARCH_WIDTH:%=--width %) $(SEARCH_BUDGET:%=--budget %)
+LAUNCH = $(PY) -m sweeps$(if $(SEARCH),.search).launch $* $(SEARCHED) --scale $(SCALE) --cluster $(CLUSTER) $(if $(DETACH),--detach) launch.root=$(ROOT) $(ARGS)
 DRAW = $(PY) -m analysis.figures --root $(ROOT)
 
 help: ## list the targets
 	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 	@echo "  options: SCALE=mini|smol|paper  CLUSTER=auto|local|PROFILE  DRY=1  DETACH=1  ROOT=runs  ARGS='optim.steps=50'"
-	@echo "           SEARCH=adaptive [SEARCH_WIDTH=1.3]: search the LRs of a study instead of running its grid"
+	@echo "           SEARCH=adaptive [SEARCH_WIDTH=1.3] [SEARCH_BUDGET=60]: search the LRs of a study instead of running its grid"
 
 setup: $(READY) ## create .venv with the pinned dependencies
 $(READY): pyproject.toml constraints.txt
@@ -37,7 +38,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 sweep-%: $(READY) ## run a study and draw its figures, e.g. make sweep-lr
-	@$(if $(DRY)$(DETACH),$(LAUNCH) $(if $(DRY),--dry),$(LAUNCH) && $(DRAW) $* --scale $(SCALE) --overrides $(if $(SEARCH),search=$(SEARCH) )$(ARGS))
+	@$(if $(DRY)$(DETACH),$(LAUNCH) $(if $(DRY),--dry),$(LAUNCH) && $(DRAW) $* --scale $(SCALE) --overrides $(SEARCH:%=search=%) $(ARGS))
 
 plan-%: $(READY) ## what a study (or all) would take: runs, memory, FLOPs, device-hours; ARGS='--price 2.5 ...'
 	@$(PY) -m sweeps.budget $* --scale $(SCALE) launch.root=$(ROOT) $(ARGS)

@@ -66,7 +66,8 @@ def searched(study: Study, base: str, extra: Sequence[str], width: float | None)
 def arms_of(table: pd.DataFrame, reference: str, width: float | None, reach: float = REACH_DECADES) -> tuple[Arm, ...]:
     """The arms of ``label_points``'s table, in its order, with the seeds that ran at every LR of their grid.
 
-    Every arm has two LRs or more. With a ``width`` the LRs are close enough to resolve it; ``reach`` is in decades beyond the grid's ends.
+    Every arm has two LRs or more. With a ``width`` the LRs are close enough to resolve it; ``reach`` is in decades
+    beyond the grid's ends.
     """
     arms = []
     for (panel, name), rows in table.groupby(["panel", "arm"], sort=False):
@@ -102,6 +103,7 @@ def _gap(width: float, as_ratio: bool) -> float:
 
 def _donor(arm: Arm, arms: Sequence[Arm]) -> str:
     """The middle rank among arms that differ in rank only: no other is farther than half of the ranks away."""
+
     def family(other: Arm) -> tuple[str, str]:
         return other.panel, re.sub(r"^r\d+", "r", other.name)
 

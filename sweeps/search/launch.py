@@ -64,8 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--width", type=float, default=None, metavar="F",
                         help="intervals [x / F, x * F] of the ratio are narrow enough (of LR* in a study without a "
                         f"reference arm); default: {WIDTH:.2f}, or what the study's own LRs resolve")  # fmt: skip
-    parser.add_argument("--budget", type=int, default=None, metavar="RUNS",
-                        help="no round begins that would bring the search above this; default: as the grid has")
+    parser.add_argument(
+        "--budget",
+        type=int,
+        default=None,
+        metavar="RUNS",
+        help="no round begins that would bring the search above this; default: as the grid has",
+    )
     parser.add_argument("--cluster", default="auto", help="auto, local or a profile of conf/cluster")
     parser.add_argument("--detach", action="store_true", help="submit this round to the cluster and do not wait")
     parser.add_argument("--dry", action="store_true", help="print the next round's runs and their cost, start nothing")

@@ -44,7 +44,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class Look:
-    """An arm and its runs. ``points`` are rungs, ascending; none at which a run diverged, nor beyond one (``Sweep``)."""
+    """An arm and its runs. ``points`` are rungs, ascending: none where a run diverged, nor beyond one (``Sweep``)."""
 
     arm: Arm
     runs: Runs

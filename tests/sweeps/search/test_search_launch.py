@@ -17,14 +17,15 @@ import yaml
 from analysis.results import from_store
 from experiments import manifests, store
 from experiments.config import encode
-from sweeps.search import bench, launch
-from sweeps.search.arms import MARK, finished, searched
-from sweeps.search.launch import as_study, check, run
 from sweeps import grid
+from sweeps import launch as grid_launch
 from sweeps.grid import Study, load_study
+from sweeps.search import launch
+from sweeps.search.arms import MARK, finished, searched
+from sweeps.search.launch import as_study, run
 
 pytestmark = pytest.mark.sweep
-PROJECT = Path(__file__).resolve().parents[2]
+PROJECT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -82,8 +83,8 @@ def test_command_trains_what_is_missing_draws_marks_and_repeats_for_nothing(
 
     root = tmp_path / "runs"
     wanted = searched(load_study(study, "mini"), study, [], 4.0)
-    run(wanted, root, 4.0, Pretend(root))
-    missing = wanted.point("full", 5.6e-2, wanted.arms[0].seeds[0])  # the end of the coarse grid, far from the best
+    run(wanted, root, Pretend(root), 4.0)
+    missing = wanted.point("full", 8e-2, wanted.arms[0].seeds[0])  # the end of the coarse grid, far from the best
     shutil.rmtree(root / missing.run_id)
     shutil.rmtree(root / "studies")
     assert launch.main([study, "--cluster", "local", "--width", "4"]) == 0
@@ -113,7 +114,7 @@ def test_runs_of_the_grid_are_free_and_the_result_does_not_depend_on_them(study:
             for point in loaded.points:
                 pretend(base, point)
         pool = Pretend(base)
-        assert run(wanted, base, None, pool)[0] == 0
+        assert run(wanted, base, pool)[0] == 0
         results.append((manifests.read_study(base, wanted.name, "mini")["search"], set(pool.trained)))
     assert results[0][0] == results[1][0]
     grid_ids = {point.run_id for point in load_study(study, "mini").points}
@@ -129,7 +130,7 @@ def test_interrupted_search_goes_on_to_the_same_end(study: str, tmp_path: Path) 
         for stop_after in (10**9,) if root == straight else (2, 5, 3, 10**9):
             pool = Pretend(root, stop_after)
             with contextlib.suppress(KeyboardInterrupt):
-                run(wanted, root, None, pool)
+                run(wanted, root, pool)
             trained += pool.trained
         assert len(trained) == len(set(trained))
         ends.append((manifests.read_study(root, wanted.name, "mini")["search"], set(trained)))
@@ -138,7 +139,7 @@ def test_interrupted_search_goes_on_to_the_same_end(study: str, tmp_path: Path) 
 
 def test_failed_runs_end_the_search_with_the_launchers_code(study: str, tmp_path: Path) -> None:
     wanted = searched(load_study(study, "mini"), study, [], None)
-    code, progress = run(wanted, tmp_path / "runs", None, lambda _: 1)
+    code, progress = run(wanted, tmp_path / "runs", lambda _: 1)
     assert code == 1 and progress.rounds == 1
 
 
@@ -146,7 +147,7 @@ def test_verdicts_and_reference_do_not_read_a_search(study: str, tmp_path: Path)
     root = tmp_path / "runs"
     loaded = load_study(study, "mini")
     wanted = searched(loaded, study, [], None)
-    run(wanted, root, None, Pretend(root))
+    run(wanted, root, Pretend(root))
     assert manifests.list_studies(root) == [(f"{study}+{MARK}", "mini")]
     results = from_store(root, "mini")
     assert not results.studies and results.points.empty
@@ -189,8 +190,9 @@ def test_diverged_and_missing_runs_are_told_apart(study: str, tmp_path: Path) ->
     [
         (["tiny", "--width", "1"], "width: 1 is not allowed"),
         (["tiny", "--width", "nan"], "width: nan is not allowed"),
-        (["tiny", "--width", "1.05"], "width: 1.05 is not allowed; it is a factor, and a ratio is resolved to 1.13"),
-        (["tiny", "--search", "random"], "search: 'random' is not allowed"),
+        (["tiny", "--width", "1.05"], "width: 1.05 is not allowed; a factor of 1.07 is what the closest LRs resolve"),
+        (["tiny", "--search", "random"], "search: 'random' is not allowed; choose adaptive"),
+        (["tiny", "--budget", "0"], "budget: 0 is not allowed"),
         (["fixed"], "does not sweep the LR of full (LRs: 2)"),
         (["nope"], "study: 'nope' is not known"),
         (["tiny", "optim.lrr=1"], "did you mean optim.lr?"),
@@ -210,31 +212,12 @@ def test_dry_run_prints_the_next_round_alone(study: str, tmp_path: Path, capsys:
     assert "6 runs, 6 to do" in capsys.readouterr().out and not list(tmp_path.glob("runs/tiny-*"))
 
 
-def test_bench_compares_with_the_grid_and_asks_for_it(
-    study: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = tmp_path / "runs"
-    arguments = [study, "--root", str(root)]
-    assert bench.main(arguments) == 2 and "make sweep-tiny" in capsys.readouterr().err
-    for point in load_study(study, "mini").points:
-        pretend(root, point)
-    monkeypatch.setattr(bench, "launch", lambda study, root: Pretend(root)(study))
-    assert bench.main(arguments) == 0
-    results = json.loads((root / "bench" / "search-tiny-mini.json").read_text())["results"]
-    assert results["full grid"]["num_steps"] == 30 * 8
-    searched_runs = results["search, default"]
-    assert searched_runs["num_steps"] == 8 * searched_runs["num_runs"]
-    assert searched_runs["share"] == pytest.approx(searched_runs["num_runs"] / 30)
-    assert set(searched_runs["equal"]) == {"full", "r2", "r4"} and all(searched_runs["equal"].values())
-    assert [arm["lr_star"] for arm in results["full grid"]["arms"]] == pytest.approx([1.2e-2, 2.5e-2, 2.5e-2], rel=0.05)
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
         ([], "sweeps.launch lr"),
         (["SEARCH=adaptive"], "sweeps.search.launch lr --search adaptive"),
-        (["SEARCH=adaptive", "SEARCH_WIDTH=1.3"], "sweeps.search.launch lr --search adaptive --width 1.3"),
+        (["SEARCH=adaptive", "SEARCH_WIDTH=1.3", "SEARCH_BUDGET=60"], "--search adaptive --width 1.3 --budget 60"),
     ],
 )
 def test_make_starts_and_draws_the_search(options: list[str], expected: str) -> None:
@@ -244,20 +227,34 @@ def test_make_starts_and_draws_the_search(options: list[str], expected: str) -> 
     launched, drawn = printed.strip().splitlines()[-1].split(" && ")
     assert expected in launched
     assert drawn.rstrip().endswith("--overrides search=adaptive" if options else "--overrides")
-    wrong = ["make", "-n", "sweep-lr", "SEARCH_WIDTH=1.3"]
-    refused = subprocess.run(wrong, cwd=PROJECT, env=env, capture_output=True, text=True, check=False)
-    assert refused.returncode == 2 and "SEARCH_WIDTH needs SEARCH=adaptive" in refused.stderr
 
 
-def test_check_takes_a_factor_and_nothing_else() -> None:
-    check("adaptive", None)
-    check("adaptive", 1.3)
+def test_width_without_a_search_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):  # make passes SEARCH_WIDTH on, whatever SEARCH is
+        grid_launch.main(["lr", "--width", "1.3"])
+    assert "--width" in capsys.readouterr().err
+
+
+def test_budget_ends_the_search_before_a_round_that_would_pass_it(
+    study: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = searched(load_study(study, "mini"), study, [], None)
+    ends = {}
+    for budget in (9, None):
+        root = tmp_path / f"runs{budget}"
+        code, progress = run(wanted, root, Pretend(root), budget=budget)
+        recorded = manifests.read_study(root, wanted.name, "mini")
+        assert code == 0 and recorded["search"]["end"] == progress.end and len(recorded["run_ids"]) <= (budget or 30)
+        ends[budget] = progress.end
+    assert ends[None] == "every arm is done or has ended"
+    assert ends[9].startswith("budget of 9 runs: the next round has ")
+    assert "over after" in (said := capsys.readouterr().err) and "not run: LR" in said and ends[9] in said
 
 
 def test_recorded_study_says_why_of_every_arm(study: str, tmp_path: Path) -> None:
     root = tmp_path / "runs"
     wanted = searched(load_study(study, "mini"), study, [], 2.0)
-    _, progress = run(wanted, root, 2.0, Pretend(root))
+    _, progress = run(wanted, root, Pretend(root), 2.0)
     manifest = as_study(wanted, progress, 2.0).manifest()
     assert manifest["search"]["width"] == 2.0 and set(manifest["search"]["arms"]) == {"full", "r2", "r4"}
     assert manifest["settings"]["extra"][-1] == MARK and manifest["title"] == "Tiny"

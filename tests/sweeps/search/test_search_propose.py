@@ -226,7 +226,7 @@ def test_reference_takes_the_next_seed_before_an_arm_that_has_as_many() -> None:
     arms, depths = study((16,)), set()
     for draw in range(8):
         world, found = World(STARS, noise=0.02, shift=0.02, draw=draw), dict.fromkeys(("full", "r16"), Runs())
-        while any((moves := [move for move in propose(arms, found) if move.runs])):
+        while any(moves := [move for move in propose(arms, found) if move.runs]):
             found |= {move.arm: world.answer(found[move.arm], move.arm, move.runs) for move in moves}
             if all(runs.lr for runs in found.values()):
                 depths.add((look("full", arms, found).depth, look("r16", arms, found).depth))
