@@ -38,7 +38,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 sweep-%: $(READY) ## run a study and draw its figures, e.g. make sweep-lr
-	@$(if $(DRY)$(DETACH),$(LAUNCH) $(if $(DRY),--dry),$(LAUNCH) && $(DRAW) $* --scale $(SCALE) --overrides $(SEARCH:%=search=%) $(ARGS))
+	@$(if $(DRY)$(DETACH),$(LAUNCH) $(if $(DRY),--dry),$(LAUNCH) && $(DRAW) $* --scale $(SCALE) --overrides $(if $(SEARCH),search=$(SEARCH) )$(ARGS))
 
 plan-%: $(READY) ## what a study (or all) would take: runs, memory, FLOPs, device-hours; ARGS='--price 2.5 ...'
 	@$(PY) -m sweeps.budget $* --scale $(SCALE) launch.root=$(ROOT) $(ARGS)
@@ -70,6 +70,7 @@ figures: $(READY) ## redraw all figures from the store alone
 
 reference: $(READY) ## publish the finished studies into analysis/reference and the README
 	@$(PY) -m analysis.reference --scale $(SCALE) --root $(ROOT)
+	@$(MAKE) -s bench-search
 
 bench-search: $(READY) ## replay the LR search on the reference results: steps and LR* against the full grids
 	@$(PY) -m sweeps.search.bench --scale $(SCALE)
