@@ -109,8 +109,9 @@ def draw_bowls(runs: pd.DataFrame, arms: Sequence[Arm], axes: Axes, looks: dict[
         whiskers = np.array([usable["mean"] - usable["min"], usable["max"] - usable["mean"]])
         axes.errorbar(usable.index, usable["mean"], yerr=whiskers, capsize=1.5, elinewidth=0.7, **look)
         if "phase" in runs:
-            opened = usable.index.intersection(chosen(runs[runs["arm"] == arm.name]))
-            axes.plot(opened, usable["mean"][opened], **{**look, "linestyle": "none"}, markerfacecolor="white")
+            opened = usable.index[usable["mean"] <= frame.high].intersection(chosen(runs[runs["arm"] == arm.name]))
+            marker = {**look, "linestyle": "none", "markerfacecolor": "white", "zorder": 3}  # over the filled ones
+            axes.plot(opened, usable["mean"][opened], **marker)
         above = frame.high + frame.row * (k + 1)
         _marks(axes, usable.index[usable["mean"] > frame.high + 0.4 * frame.row], above, look["color"], "^")
         _marks(axes, grid.index[grid["count"] < grid["size"]], above, look["color"], "x")
@@ -119,7 +120,7 @@ def draw_bowls(runs: pd.DataFrame, arms: Sequence[Arm], axes: Axes, looks: dict[
     axes.axhspan(frame.high + frame.row * 0.4, frame.high + frame.row * count, color="white", zorder=2.5)
     axes.axhspan(frame.low - frame.row * count, frame.low - frame.row * 0.4, color="white", zorder=2.5)
     for y in (frame.high + frame.row * 0.4, frame.low - frame.row * 0.4):
-        axes.axhline(y, color="#999999", linewidth=0.6, zorder=3)
+        axes.axhline(y, color="#999999", linewidth=0.6)
     axes.set_ylim(frame.low - frame.row * count, frame.high + frame.row * count)
     axes.set_xlim(runs["lr"].min() / 1.25, runs["lr"].max() * 1.25)
     style.log_axis(axes, most=9)

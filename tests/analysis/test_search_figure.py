@@ -33,7 +33,13 @@ def test_points_that_a_search_chose_are_open_and_only_those(make_store):
     _, axes = plt.subplots()
     lr.draw_bowls(runs, arms, axes, looks)
     opened = [line for line in axes.lines if line.get_markerfacecolor() == "white"]
-    assert [round(x, 7) for x in opened[0].get_xdata()] == [1e-4, 4e-4, 8e-4, 3.2e-3]  # the diverged one is a cross
+    assert [round(x, 7) for x in opened[0].get_xdata()] == [
+        1e-4,
+        4e-4,
+        8e-4,
+    ]  # 3.2e-3 is above the frame, 6.4e-3 diverged
+    filled = [line for line in axes.lines if line.get_markerfacecolor() == "black" and len(line.get_xdata()) > 3]
+    assert opened[0].get_zorder() > max(line.get_zorder() for line in filled)  # not hidden behind them
     _, plain = plt.subplots()
     lr.draw_bowls(study.runs, arms, plain, looks)
     assert not [line for line in plain.lines if line.get_markerfacecolor() == "white"]
