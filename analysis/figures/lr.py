@@ -120,7 +120,7 @@ def draw_bowls(runs: pd.DataFrame, arms: Sequence[Arm], axes: Axes, looks: dict[
     axes.axhspan(frame.high + frame.row * 0.4, frame.high + frame.row * count, color="white", zorder=2.5)
     axes.axhspan(frame.low - frame.row * count, frame.low - frame.row * 0.4, color="white", zorder=2.5)
     for y in (frame.high + frame.row * 0.4, frame.low - frame.row * 0.4):
-        axes.axhline(y, color="#999999", linewidth=0.6)
+        axes.axhline(y, color="#999999", linewidth=0.6, zorder=3)
     axes.set_ylim(frame.low - frame.row * count, frame.high + frame.row * count)
     axes.set_xlim(runs["lr"].min() / 1.25, runs["lr"].max() * 1.25)
     style.log_axis(axes, most=9)

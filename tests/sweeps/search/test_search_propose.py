@@ -181,10 +181,12 @@ def test_one_seed_shows_no_noise_unless_the_fit_has_more_lrs_than_a_parabola() -
 
 
 def test_two_seeds_at_least_where_the_study_has_them() -> None:
-    arms = study((16,))
-    found, history = search(arms, World(STARS, noise=1e-5), width=3.0)  # one seed alone would be narrow enough
-    assert all(move.phase == "done" for move in history[-1])
-    assert all(look(a.key, arms, found).depth >= 2 for a in arms)
+    """One would be narrow enough: four LRs near the minimum show a scatter."""
+    lrs, world = (1e-3, 2e-3, 2.8e-3, 4e-3), World({"r16": 2.1e-3}, noise=1e-5)
+    runs = world.answer(Runs(), "r16", [(lr, SEEDS[0]) for lr in lrs])
+    (alone,) = propose([arm("r16", LORA_GRID, seeds=SEEDS[:1])], {"r16": runs}, width=3.0)
+    (move,) = propose([arm("r16", LORA_GRID)], {"r16": runs}, width=3.0)
+    assert alone.phase == "done" and move.phase == "repeat" and {seed for _, seed in move.runs} == {SEEDS[1]}
 
 
 def test_seed_shifts_do_not_move_an_optimum() -> None:
@@ -234,16 +236,23 @@ def test_reference_takes_the_next_seed_before_an_arm_that_has_as_many() -> None:
 
 
 def test_lr_at_which_a_seed_diverged_is_never_the_minimum() -> None:
-    """However good another seed was there: it bounds the interval, and no further seed is spent on it."""
-    lrs, one, nan = [1e-3, 2e-3, 2.8e-3, 4e-3, 5.7e-3], SEEDS[0], math.nan
-    values = [1.2, 1.05, 1.0, 1.02, 0.5]
-    runs = Runs((*lrs, 5.7e-3), (*values, nan), (*[one] * 5, SEEDS[1]))
+    """However good another seed was there: it bounds the search, and no further seed is spent on it."""
+    lrs, one = (1e-3, 2e-3, 2.8e-3, 4e-3), SEEDS[0]
+    runs = Runs((*lrs, 4e-3), (1.05, 1.0, 1.03, 0.5, math.nan), (*[one] * 4, SEEDS[1]))
     alone = arm("r16", LORA_GRID)
-    seen = Look(alone, runs)
-    assert alone.rungs.lrs[seen.best] == 2.8e-3 and 5.7e-3 not in [alone.rungs.lrs[k] for k in seen.window]
+    assert alone.rungs.lrs[Look(alone, runs).best] == 2e-3
     (move,) = propose([alone], {"r16": runs})
-    assert move.phase == "repeat" and max(lr for lr, _ in move.runs) == 4e-3
-    assert Look(alone, replace(runs, value=(*values, 0.5))).best == alone.rungs.index(5.7e-3)  # had it not diverged
+    assert move.phase == "repeat" and {lr for lr, _ in move.runs} == {1e-3, 2e-3, 2.8e-3}
+    survived = replace(runs, value=(1.05, 1.0, 1.03, 0.5, 0.5))
+    assert alone.rungs.lrs[Look(alone, survived).best] == 4e-3
+
+
+def test_lr_beyond_is_added_where_resamples_put_the_minimum_at_the_end() -> None:
+    grid = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+    lrs, seeds = (2e-3, 4e-3, 8e-3) * 2, [SEEDS[0]] * 3 + [SEEDS[1]] * 3
+    runs = Runs(lrs, (1.08, 1.0, 1.03, 1.07, 1.03, 1.01), tuple(seeds))
+    (move,) = propose([arm("r16", grid)], {"r16": runs})
+    assert move.phase == "bracket" and "resamples" in move.why and move.runs == ((3.2e-2, SEEDS[0]),)
 
 
 def test_closer_lrs_where_a_narrower_interval_is_asked_for() -> None:
