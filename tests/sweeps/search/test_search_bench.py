@@ -27,6 +27,16 @@ def test_committed_table_is_what_the_replay_gives(replayed: pd.DataFrame) -> Non
     pd.testing.assert_frame_equal(replayed[["lr_star", "factor"]], committed[["lr_star", "factor"]], rtol=2e-3)
 
 
+def test_readme_says_what_the_replay_gives(replayed: pd.DataFrame) -> None:
+    rows = bench.summarise(replayed).query("asked == 'same'").set_index("study")
+    shares, equal = rows["steps of grid"], rows.loc["all", "LR* equal"]
+    readme = " ".join((bench.REFERENCE.parents[1] / "README.md").read_text().split())
+    assert f"agrees on LR* in {equal} arms that both decide" in readme
+    assert (
+        f"takes {shares['lr']} of the grid's steps in `lr`, {shares['batch']} in `batch`, {shares['all']} in" in readme
+    )
+
+
 def test_grid_side_of_the_table_is_the_published_optimum(replayed: pd.DataFrame) -> None:
     """In study lr every seed ran at every LR, so nothing is left out of the comparison."""
     published = pd.read_csv(bench.REFERENCE / "mini" / "optima" / "lr" / "optimum.csv").set_index("arm")
