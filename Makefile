@@ -1,13 +1,17 @@
 # Does LoRA match full fine-tuning? Every target sets up what it needs on first use.
 # Options:  SCALE=mini|smol|paper  CLUSTER=auto|local|<profile of conf/cluster>  DRY=1  DETACH=1  ARGS='optim.steps=50 ...'
+#           SEARCH=adaptive [SEARCH_WIDTH=1.3] [SEARCH_BUDGET=60] searches the LRs of a study instead of running its grid
 .DEFAULT_GOAL := help
-.PHONY: help setup sweep-% plan-% sweep-rl studies exact verdict compare status cancel collect figures bases smol vllm reference lint type test test-vllm test-slurm
+.PHONY: help setup sweep-% plan-% sweep-rl studies exact verdict compare status cancel collect figures bases smol vllm reference lint type test test-vllm test-slurm bench-search
 
 SCALE ?= mini
 CLUSTER ?= auto
 ROOT ?= runs
 ARGS ?=
 SOURCE ?=
+SEARCH ?=
+SEARCH_WIDTH ?=
+SEARCH_BUDGET ?=
 JOBS ?= 2
 PYTHON ?= python3
 PY := .venv/bin/python
@@ -16,12 +20,14 @@ PY_VLLM := .venv-vllm/bin/python
 READY_VLLM := .venv-vllm/.ready
 PIP_VLLM = $(PY_VLLM) -m pip install -qq -c constraints-vllm.txt
 export OMP_NUM_THREADS ?= 1
-LAUNCH = $(PY) -m sweeps.launch $* --scale $(SCALE) --cluster $(CLUSTER) $(if $(DETACH),--detach) launch.root=$(ROOT) $(ARGS)
+SEARCHED = $(SEARCH:%=--search %) $(SEARCH_WIDTH:%=--width %) $(SEARCH_BUDGET:%=--budget %)
+LAUNCH = $(PY) -m sweeps$(if $(SEARCH),.search).launch $* $(SEARCHED) --scale $(SCALE) --cluster $(CLUSTER) $(if $(DETACH),--detach) launch.root=$(ROOT) $(ARGS)
 DRAW = $(PY) -m analysis.figures --root $(ROOT)
 
 help: ## list the targets
 	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 	@echo "  options: SCALE=mini|smol|paper  CLUSTER=auto|local|PROFILE  DRY=1  DETACH=1  ROOT=runs  ARGS='optim.steps=50'"
+	@echo "           SEARCH=adaptive [SEARCH_WIDTH=1.3] [SEARCH_BUDGET=60]: search the LRs of a study instead of running its grid"
 
 setup: $(READY) ## create .venv with the pinned dependencies
 $(READY): pyproject.toml constraints.txt
@@ -32,7 +38,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 sweep-%: $(READY) ## run a study and draw its figures, e.g. make sweep-lr
-	@$(if $(DRY)$(DETACH),$(LAUNCH) $(if $(DRY),--dry),$(LAUNCH) && $(DRAW) $* --scale $(SCALE) --overrides $(ARGS))
+	@$(if $(DRY)$(DETACH),$(LAUNCH) $(if $(DRY),--dry),$(LAUNCH) && $(DRAW) $* --scale $(SCALE) --overrides $(if $(SEARCH),search=$(SEARCH) )$(ARGS))
 
 plan-%: $(READY) ## what a study (or all) would take: runs, memory, FLOPs, device-hours; ARGS='--price 2.5 ...'
 	@$(PY) -m sweeps.budget $* --scale $(SCALE) launch.root=$(ROOT) $(ARGS)
@@ -67,6 +73,10 @@ figures: $(READY) ## redraw all figures from the store alone
 
 reference: $(READY) ## publish the finished studies into analysis/reference and the README
 	@$(PY) -m analysis.reference --scale $(SCALE) --root $(ROOT)
+	@$(MAKE) -s bench-search
+
+bench-search: $(READY) ## replay the LR search on the reference results: steps and LR* against the full grids
+	@$(PY) -m sweeps.search.bench --scale $(SCALE)
 
 bases: $(READY) ## train the mini base models that the repository ships (hours)
 	$(PY) -m experiments.pretrain $(ARGS)

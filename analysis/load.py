@@ -47,6 +47,12 @@ def load(study: str | None = None, scale: str = "mini", root: str | Path = "runs
     return table
 
 
+def load_runs(root: str | Path, run_ids: list[str]) -> pd.DataFrame:
+    """``load``'s rows of these runs, in this order; what is missing or not readable has only its ``state``."""
+    rows, _, _ = _expected(Path(root), run_ids, {})
+    return pd.DataFrame(rows, columns=None if rows else FIRST)
+
+
 def _expected(
     root: Path, run_ids: list[str], configs: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]], list[str], list[str]]:

@@ -131,7 +131,7 @@ def estimate(
     interval = _interval(fit.vertex, draws_B, dof, half) if fit is not None and not problem else _bound(sweep, i, half)
     return Optimum(
         verdict="decided" if decided else "undecided",
-        why=problem or _caveat(num_seeds, source),
+        why=problem or _caveat([len(sweep.runs[k]) for k in used], source),
         lr_star=math.exp(fit.vertex) if fit is not None and decided else None,
         interval=interval,
         plateau=_plateau(sweep, means_L, i, fit, sd, dof),
@@ -258,10 +258,12 @@ def _at_edge(best: float, which: str, diverged: float | None) -> tuple[str, tupl
     return f"the best LR {best:.3g} is the {which} of the grid: extend the grid to {_listed(add)}", add
 
 
-def _caveat(num_seeds: int, source: str) -> str:
-    """What a decided optimum rests on, where that is less than repeats."""
-    if num_seeds > 1:
+def _caveat(counts: Sequence[int], source: str) -> str:
+    """What a decided optimum rests on, where that is less than repeats at every LR of the fit."""
+    if min(counts) > 1:
         return ""
+    if max(counts) > 1 and source == "scatter":
+        return "some LRs of the fit have one seed: the interval is from the scatter about the fit, seeds among it"
     rests = {
         "given": "the grid and the noise given",
         "scatter": "the grid and the scatter about the fit",

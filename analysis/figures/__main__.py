@@ -84,6 +84,8 @@ def redraw(study: str, scale: str, root: Path, out: Path) -> None:
         print_arms(arms, title)
     else:
         print(title)
+    for name, end in (manifest.get("search") or {}).get("arms", {}).items():
+        print(f"search: {name}: {end['phase']}: {end['why']}")
     for note in filter(None, [envelope.unequal_counts(found.runs) if arms else ""]):
         print(f"note: {note}")
     print(f"figures: {', '.join(f'{out / name}.png' for name in figures)} (also .svg, .pdf)")
@@ -102,14 +104,17 @@ def draw(study: StudyRuns, manifest: Mapping[str, Any], scale: str, arms: Sequen
     """The study's own figure, by its file's ``figure``, and the general ones where LRs were swept."""
     caption = _caption(manifest, scale, study.runs, len(study.points))
     own = str(manifest.get("figure", "lr"))
-    figures = {own: FIGURES[own](study, caption)} if own in FIGURES else {}
+    searched = manifest.get("search")
+    own_name, lr_name = (f"{own}-adaptive", "lr-adaptive") if searched else (own, "lr")
+    figures = {own_name: FIGURES[own](study, caption)} if own in FIGURES else {}
     if arms:
         reference = study.settings.get("reference", FULL)
         ratio_paper = study.settings.get("ratio_paper")
         ten = float(ratio_paper) if isinstance(ratio_paper, int | float) else None
         if study.settings.get("value") != REWARD:  # a reward has a figure of its own
-            figures["lr"] = lr.figure(study.runs, arms, caption, ten, reference)
-        if own == "lr" and envelope.CURVE in study.curves:
+            phases = searched["phases"] if searched else {}
+            figures[lr_name] = lr.figure(study.runs, arms, caption, ten, reference, phases=phases)
+        if own == "lr" and envelope.CURVE in study.curves and not searched:  # an envelope needs equal numbers of LRs
             figures["curves"] = curves.figure(study.runs, arms, study.curves, caption, reference)
     return figures
 
@@ -118,10 +123,11 @@ def _caption(manifest: Mapping[str, Any], scale: str, runs: pd.DataFrame, expect
     models = " + ".join(sorted(set(runs["config.model.name"])))
     data = " + ".join(sorted(set(runs["config.data.name"])))
     own = " (the suite's own small models)" if scale == "mini" else ""
+    how = ", LRs searched instead of a full grid" if manifest.get("search") else ""
     missing = f"; {expected - len(runs)} of {expected} runs without a result" if len(runs) < expected else ""
     lora = runs[runs["config.method.kind"] == "lora"]
     adapted = ", LoRA on the unembedding too" if len(lora) and lora["config.method.unembed"].all() else ""
-    return f"{manifest['title']}: {models} on {data}, {scale} scale{own}{adapted}{missing}"
+    return f"{manifest['title']}: {models} on {data}, {scale} scale{own}{adapted}{how}{missing}"
 
 
 def _tally(table: pd.DataFrame, runs: pd.DataFrame) -> str:

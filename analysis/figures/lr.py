@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,8 @@ NEAR = math.log(4.0)
 
 
 _PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+COARSE = "coarse"
+"""The stage of a search whose LRs were fixed before any run."""
 TIMES = "\N{MULTIPLICATION SIGN}"
 
 
@@ -40,6 +42,7 @@ def figure(
     paper_ratio: float | None = None,
     reference: str = FULL,
     value_label: str = "final held-out NLL\n(nats per completion token)",
+    phases: Mapping[str, str] | None = None,
 ) -> Figure:
     """Bowls on the left, ratios with 95 % intervals on the right; one row per panel.
 
@@ -49,7 +52,11 @@ def figure(
         caption: where the runs come from: what, model, data, scale.
         paper_ratio: drawn as a line among the ratios.
         reference: the arm that ratios are taken to, drawn in black.
+        phases: of a search, the stage in which it asked for each run (by id): points that it chose after it had
+            seen others are open.
     """
+    if phases:
+        runs = runs.assign(phase=runs["run_id"].map(phases))
     panels = list(dict.fromkeys(arm.panel for arm in arms))
     looks = style.arm_looks([arm.name for arm in arms], reference)
     fig = Figure(figsize=(style.WIDTH_IN, 0.9 + 2.9 * len(panels)), layout="constrained")
@@ -67,7 +74,8 @@ def figure(
     fig.legend(handles=handles, loc="outside lower center", ncols=ncols, handlelength=2.2)
     how = "points: mean over seeds, whiskers: lowest and highest seed; at the top: ▲ mean above the frame, "
     how += f"{TIMES} a run diverged there; at the bottom: LR* with its 95 % interval (bootstrap over seeds, at least"
-    style.caption(fig, caption, f"{seed_text(arms)}; {how} half a grid step to each side)")
+    how += " half a grid step to each side)"
+    style.caption(fig, caption, f"{_searched_text(runs) if phases else seed_text(arms)}; {how}")
     return fig
 
 
@@ -79,6 +87,18 @@ def seed_text(arms: Sequence[Arm]) -> str:
     return f"n = {counts[0]} seeds" if len(counts) == 1 else f"n = {counts[0]} to {counts[-1]} seeds"
 
 
+def _searched_text(runs: pd.DataFrame) -> str:
+    """What the marks of a search mean, and over how many seeds a point of it is."""
+    counts = runs.groupby(["panel", "arm", "lr"]).size()
+    seeds = f"n = {counts.min()} to {counts.max()} seeds at an LR"
+    return f"{seeds}; filled: {COARSE} LRs, fixed beforehand; open: LRs that the search chose after it had seen others"
+
+
+def chosen(grid: pd.DataFrame) -> pd.Index:
+    """The LRs of one arm's runs that no coarse grid had: what was found decided that they were run."""
+    return grid.groupby("lr")["phase"].agg(lambda phases: COARSE not in set(phases)).loc[lambda is_new: is_new].index
+
+
 def draw_bowls(runs: pd.DataFrame, arms: Sequence[Arm], axes: Axes, looks: dict[str, dict]) -> Axes:
     """Mean and range over seeds per arm; clipped and diverged LRs above, LR* below. One panel only."""
     frame = _focus(runs, arms)
@@ -88,6 +108,10 @@ def draw_bowls(runs: pd.DataFrame, arms: Sequence[Arm], axes: Axes, looks: dict[
         look = looks[arm.name]
         whiskers = np.array([usable["mean"] - usable["min"], usable["max"] - usable["mean"]])
         axes.errorbar(usable.index, usable["mean"], yerr=whiskers, capsize=1.5, elinewidth=0.7, **look)
+        if "phase" in runs:
+            opened = usable.index[usable["mean"] <= frame.high].intersection(chosen(runs[runs["arm"] == arm.name]))
+            marker = {**look, "linestyle": "none", "markerfacecolor": "white", "zorder": 3}  # over the filled ones
+            axes.plot(opened, usable["mean"][opened], **marker)
         above = frame.high + frame.row * (k + 1)
         _marks(axes, usable.index[usable["mean"] > frame.high + 0.4 * frame.row], above, look["color"], "^")
         _marks(axes, grid.index[grid["count"] < grid["size"]], above, look["color"], "x")
