@@ -15,7 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from experiments import ranks
-from experiments.config import ConfigError, MethodConfig, MethodKind, Placement, SeedConfig
+from experiments.architectures import group_of
+from experiments.config import ConfigError, ExpertRank, MethodConfig, MethodKind, Placement, SeedConfig
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -36,13 +37,24 @@ class Site:
     num_experts: int = 1
     num_active: int = 1
 
+    @property
+    def outer_in(self) -> bool:
+        """Whether the experts read the hidden state here; else they write it (see ``EXPERTS``)."""
+        return self.name.endswith(EXPERTS[0])
+
+    def divisor(self, method: MethodConfig) -> int:
+        """How many experts share the rank out. By the active ones LoRA:full stays as elsewhere (post, "MoE")."""
+        return self.num_active if method.expert_rank is ExpertRank.active else self.num_experts
+
     def rank(self, method: MethodConfig) -> int:
-        """Rank here: experts get rank / active, so that LoRA:full stays as elsewhere (post, "MoE")."""
-        return max(1, method.rank // self.num_active)
+        """Rank here, of each expert if there are any."""
+        return max(1, method.rank // self.divisor(method))
 
     def num_parameters(self, method: MethodConfig) -> int:
-        """Closed form: rank * (in + out) for each expert."""
-        return self.num_experts * self.rank(method) * (self.num_in + self.num_out)
+        """Closed form: rank * (in + out) for each expert; with a shared outer factor its side counts once."""
+        outer, inner = (self.num_in, self.num_out) if self.outer_in else (self.num_out, self.num_in)
+        copies = 1 if method.shared_outer else self.num_experts
+        return self.rank(method) * (copies * outer + self.num_experts * inner)
 
 
 def sites(model: PreTrainedModel, method: MethodConfig) -> list[Site]:
@@ -69,13 +81,11 @@ def _is_moe(model: PreTrainedModel) -> bool:
 def _sites(model: PreTrainedModel, method: MethodConfig) -> Iterator[Site]:
     mlp = method.placement in (Placement.mlp, Placement.all)
     attention = method.placement in (Placement.attn, Placement.all)
+    wanted = {"attn": attention, "mlp": mlp, "unembed": method.unembed}
     for name, module in model.named_modules():
-        leaf = name.rpartition(".")[2]
-        if isinstance(module, nn.Linear):
-            wanted = (attention and leaf in ATTENTION) or (mlp and leaf in MLP) or (method.unembed and leaf == UNEMBED)
-            if wanted:
-                yield Site(name, module.in_features, module.out_features)
-        elif mlp and leaf == "experts":
+        if isinstance(module, nn.Linear) and wanted.get(group_of(name) or "", False):
+            yield Site(name, module.in_features, module.out_features)
+        elif mlp and name.endswith(".mlp.experts"):
             active = model.config.get_text_config().num_experts_per_tok
             for parameter in EXPERTS:
                 experts, num_out, num_in = getattr(module, parameter).shape
@@ -99,12 +109,13 @@ def check_rank(model: PreTrainedModel, method: MethodConfig) -> None:
         if site.rank(method) > limit:
             raise ConfigError(
                 f"method.rank: {method.rank} is not allowed; {site.name} is {site.num_out} x {site.num_in}, "
-                f"so at most {limit * site.num_active}"
+                f"so at most {limit * site.divisor(method)}"
             )
-        if site.num_active > 1 and method.rank % site.num_active:
+        if method.rank % site.divisor(method):
+            which = "active experts" if method.expert_rank is ExpertRank.active else "experts"
             raise ConfigError(
-                f"method.rank: {method.rank} is not allowed; it must be a multiple of the "
-                f"{site.num_active} active experts"
+                f"method.rank: {method.rank} is not allowed; "
+                f"it must be a multiple of the {site.divisor(method)} {which}"
             )
 
 
@@ -133,6 +144,8 @@ def attach(model: PreTrainedModel, method: MethodConfig, seed: SeedConfig) -> nn
         with warnings.catch_warnings():
             # PEFT looks for rank_pattern among modules before it looks among parameters; _verify checks the ranks.
             warnings.filterwarnings("ignore", message="The following rank_pattern keys")
+            # Of a tied unembedding, whose adapter adds to the logits alone: the embedding stays, see merged_weights.
+            warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
             torch.manual_seed(seed.init)
             tiny = method.kind is MethodKind.tiny
             peft_config = _tiny_config(places, method, seed) if tiny else lora_config(places, method)

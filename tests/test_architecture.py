@@ -31,7 +31,7 @@ BOUNDARIES = {  # library -> the only modules that may import it
     "accelerate": {"experiments.sharding"},
     "submitit": {"slurm"},
     "hydra": {"experiments.compose"},
-    "omegaconf": {"experiments.compose", "experiments.config"},
+    "omegaconf": {"experiments.compose", "experiments.config", "experiments.inputs"},
 }  # fmt: skip
 MAX_LINES = 400
 
