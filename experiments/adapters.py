@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, TinyLoraConfig, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
-from experiments import ranks
+from experiments import experts, ranks
 from experiments.architectures import group_of
 from experiments.config import ConfigError, ExpertRank, MethodConfig, MethodKind, Placement, SeedConfig
 
@@ -150,6 +150,10 @@ def attach(model: PreTrainedModel, method: MethodConfig, seed: SeedConfig) -> nn
             tiny = method.kind is MethodKind.tiny
             peft_config = _tiny_config(places, method, seed) if tiny else lora_config(places, method)
             adapted = get_peft_model(model, peft_config, autocast_adapter_dtype=True)
+        if method.shared_outer:
+            experts.share_outer(adapted, [site for site in places if site.num_experts > 1])
+        # PEFT would put the unembedding's frozen weights, gigabytes of them, into every file of an adapter on it.
+        adapted.save_pretrained = functools.partial(adapted.save_pretrained, save_embedding_layers=False)
     _verify(adapted, method, expected)
     return adapted
 
@@ -167,8 +171,8 @@ def _tiny_config(places: list[Site], method: MethodConfig, seed: SeedConfig) -> 
 
 def lora_config(places: list[Site], method: MethodConfig) -> LoraConfig:
     dense = [site.name for site in places if site.num_experts == 1]
-    experts = [site.name for site in places if site.num_experts > 1]
-    ranks = {site.rank(method) for site in places if site.num_experts > 1}
+    stacked = [site.name for site in places if site.num_experts > 1]
+    expert_ranks = {site.rank(method) for site in places if site.num_experts > 1}
     return LoraConfig(
         r=method.rank,
         lora_alpha=method.alpha,
@@ -176,8 +180,8 @@ def lora_config(places: list[Site], method: MethodConfig) -> LoraConfig:
         bias="none",
         task_type="CAUSAL_LM",
         target_modules=dense,
-        target_parameters=experts or None,
-        rank_pattern={name: rank for name in experts for rank in ranks},
+        target_parameters=stacked or None,
+        rank_pattern={name: rank for name in stacked for rank in expert_ranks},
     )
 
 
@@ -186,6 +190,9 @@ def _verify(model: nn.Module, method: MethodConfig, expected: int) -> None:
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     adapter = method.kind is not MethodKind.full
     foreign = [n for n in trainable if adapter and "lora_" not in n]
+    routers = [n for n in trainable if adapter and group_of(n.replace(".base_layer", "")) == "router"]
+    if routers:
+        raise ConfigError(f"method: the router must stay frozen, these would train: {', '.join(routers)}")
     found = sum(p.numel() for p in trainable.values())
     if foreign or found != expected:
         raise ConfigError(
@@ -227,30 +234,6 @@ def unembedding_hidden(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         del model.get_output_embeddings
-
-
-@torch.no_grad()
-def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name in the base model, weight with the adapter added) of every parameter, one after the other.
-
-    The model is left as it is: merging and unmerging in place would round its weights each time.
-    """
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    modules = dict(base.named_modules())
-    for name, parameter in base.named_parameters():
-        if "lora_" in name:
-            continue
-        weight = parameter.detach()
-        if name.endswith(".base_layer.weight"):
-            layer: Any = modules[name.removesuffix(".base_layer.weight")]
-            weight = weight + layer.get_delta_weight("default").to(weight.dtype)
-        yield name.replace(".base_layer.", "."), weight
-
-
-def save_adapter(model: nn.Module, directory: str) -> None:
-    """Write the adapter as PEFT does; other programs load it from there."""
-    assert isinstance(model, PeftModel)
-    model.save_pretrained(directory)
 
 
 @torch.no_grad()

@@ -50,7 +50,14 @@ def check(config: RunConfig, launch: LaunchConfig) -> None:
         from experiments.vllm_rollouts import sync_mode
 
         sync_mode(config, launch)
-    adapters.check_rank(models.empty_model(config.model, Path(launch.root) / "cache"), config.method)
+    shapes = models.empty_model(config.model, Path(launch.root) / "cache")
+    adapters.check_rank(shapes, config.method)
+    tied = shapes.config.get_text_config().tie_word_embeddings
+    if config.is_rl and launch.sampler is SamplerKind.vllm and tied and config.method.unembed:
+        raise ConfigError(
+            f"launch.sampler: 'vllm' is not allowed; {config.model.name} ties its unembedding to the embedding, and "
+            "vLLM would take the adapted one for both; take transformers or method.unembed=false"
+        )
 
 
 def execute(config: RunConfig, launch: LaunchConfig, progress: Any = None) -> dict[str, Any]:
