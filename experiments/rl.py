@@ -205,6 +205,7 @@ def train(config: RunConfig, launch: LaunchConfig, writer: RunWriter, progress: 
         "model_commit": getattr(model.config, "_commit_hash", None),
         "num_trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "num_duplicates": data.num_duplicates,
+        "num_malformed": data.num_malformed,
         "time": {"total_s": time.monotonic() - begun, "eval_s": recorder.eval_s},
     }
 

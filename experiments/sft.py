@@ -143,6 +143,7 @@ def train(config: RunConfig, launch: LaunchConfig, writer: Writer, progress: Pro
         "num_cut": data.num_cut,
         "num_dropped": data.num_dropped,
         "num_duplicates": data.num_duplicates,
+        "num_malformed": data.num_malformed,
         "time": {"total_s": time.monotonic() - begun, "eval_s": recorder.eval_s},
     }
 
