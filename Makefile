@@ -1,7 +1,7 @@
 # Does LoRA match full fine-tuning? Every target sets up what it needs on first use.
 # Options:  SCALE=mini|smol|paper  CLUSTER=auto|local|<profile of conf/cluster>  DRY=1  DETACH=1  ARGS='optim.steps=50 ...'
 .DEFAULT_GOAL := help
-.PHONY: help setup sweep-% plan-% sweep-rl studies exact table-params verdict status cancel collect figures bases smol vllm reference lint type test test-vllm test-slurm
+.PHONY: help setup sweep-% plan-% sweep-rl studies exact prefetch table-params verdict status cancel collect figures bases smol vllm reference lint type test test-vllm test-slurm
 
 SCALE ?= mini
 CLUSTER ?= auto
@@ -46,6 +46,9 @@ studies: $(READY) ## run every supervised study, shared runs once; figures and v
 
 exact: $(READY) ## measure what needs no training: first step, invariance, FLOPs, parameter counts
 	@$(PY) -m experiments.exact --root $(ROOT)
+
+prefetch: $(READY) ## fetch and pin the models and data sets of SCALE=paper, once, where there is a network (STUDY=lr: one study)
+	@$(PY) -m sweeps.prefetch $(or $(STUDY),all) --scale $(SCALE) $(ARGS)
 
 table-params: $(READY) ## the post's table of parameter counts, recounted from shapes alone
 	@$(PY) -m experiments.exact.counts

@@ -90,14 +90,14 @@ def missing(configs: Iterable[RunConfig]) -> list[Piece]:
     return sorted(piece for piece in set().union(*map(pieces, configs)) if local(piece) is None)
 
 
-def require(configs: Iterable[RunConfig]) -> None:
-    """Raises ConfigError naming what is missing and how to fetch it. Asks the hub nothing."""
+def require(configs: Iterable[RunConfig], command: str) -> None:
+    """Raises ConfigError naming what is missing and the command that fetches it. Asks the hub nothing."""
     lacking = missing(configs)
     if lacking:
         names = ", ".join(map(str, lacking))
         raise ConfigError(
-            f"hub: not in {cache_dir()}: {names}; fetch them where there is a network: make prefetch SCALE=paper "
-            "(STUDY=... for one study; HF_HOME names the cache, HF_TOKEN opens gated models)"
+            f"hub: not in {cache_dir()}: {names}; fetch them once where there is a network, with {command} "
+            "(HF_HOME names the cache, HF_TOKEN opens gated models)"
         )
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments import hub
 from experiments.config import ConfigError, DataSource
 from experiments.manifests import write_study
 from experiments.store import StoreError, ensure_root, log_path
@@ -58,6 +59,7 @@ def launch(
     num_done = len(study.points) - len(todo)
     warn(f"{study.name} ({study.scale}): {len(study.points)} runs, {num_done} done already, {len(todo)} to do")
     if todo:
+        hub.require((point.config for point in todo), f"make prefetch STUDY={study.name} SCALE={study.scale}")
         ensure_root(log_path(root, todo[0].run_id).parent)
         _check_models(study)
     for part in parts or [study]:
