@@ -22,6 +22,9 @@ MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 """Of a model: configuration, tokenizer and weights; not the same weights in other formats."""
 
 
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
 @dataclass(frozen=True, order=True)
 class Piece:
     """A model or a data set at a revision: a branch, a tag or a commit."""
@@ -47,7 +50,7 @@ def cache_dir() -> Path:
 
 
 def pieces(config: RunConfig) -> set[Piece]:
-    """What a run needs of the hub; a directory of this machine is none of it."""
+    """What a run needs of the hub; a path of this machine is none of it."""
     found = set()
     if config.model.source is ModelSource.hub:
         found.add(Piece("model", config.model.path, config.model.revision))
@@ -56,7 +59,7 @@ def pieces(config: RunConfig) -> set[Piece]:
         for name in config.data.held_out:
             path, _, revision = name.partition("@")
             found.add(Piece("dataset", re.split("[#:]", path)[0], revision or "main"))
-    return {piece for piece in found if not Path(piece.path).is_dir()}
+    return {piece for piece in found if HUB_ID.fullmatch(piece.path) and not Path(piece.path).is_dir()}
 
 
 def pins() -> dict[str, dict[str, Any]]:

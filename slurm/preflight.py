@@ -24,7 +24,7 @@ def check(wanted: Batch, sizes: Sequence[classes.Size], client: Client) -> int:
     can never fulfil.
     """
     cluster = wanted.cluster
-    hub.require(wanted.configs.values(), f"make prefetch STUDY={wanted.study} SCALE={wanted.scale}")
+    hub.require(wanted.configs.values(), f"make prefetch SCALE={wanted.scale}")
     processes = []
     for (run, config), size in zip(wanted.configs.items(), sizes, strict=True):
         need_gib = size.memory_gib(config.is_rl)

@@ -79,14 +79,19 @@ def test_a_launch_with_nothing_fetched_says_so_at_once(
     assert time.monotonic() - begun < 10
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"error: hub: not in {empty_cache}: dataset allenai/tulu-3-sft-mixture@main, model meta-")
-    assert "with make prefetch STUDY=early SCALE=paper" in error
+    assert "with make prefetch SCALE=paper STUDY=early " in error
     assert not list(root.glob("*"))
+    assert (
+        launch.main(["early", "--scale", "paper", "--cluster", "local", f"launch.root={root}", "data=no-robots"]) == 2
+    )
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "HuggingFaceH4/no_robots@main" in said and "STUDY=early ARGS=data=no-robots" in said
 
 
 def test_nothing_is_queued_that_lacks_a_piece(empty_cache: Path, tmp_path: Path) -> None:
     config, options = parse([*WORDS, f"launch.root={tmp_path}"])
     batch = Batch("lr", "paper", {"run": config}, options, load_cluster("slurm"), {})
-    with pytest.raises(ConfigError, match=r"model meta-llama/Llama-3\.2-1B@main; .*make prefetch STUDY=lr SCALE=paper"):
+    with pytest.raises(ConfigError, match=r"model meta-llama/Llama-3\.2-1B@main; .*make prefetch SCALE=paper "):
         preflight.check(batch, [], client=None)  # type: ignore[arg-type]
     assert not (tmp_path / "slurm").exists()
 
