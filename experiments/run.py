@@ -89,6 +89,7 @@ def execute(config: RunConfig, launch: LaunchConfig, progress: Any = None) -> di
                 summary = _flow(config, launch)(config, launch, writer, progress or recorder.Progress())
         except BaseException as error:
             raise failures.recorded(error, writer) from error.__cause__
+        notes = (*notes, *summary.pop("warnings", ()))
         return writer.finish({**summary, "run_id": run_id(config), "time_unix_s": time.time(),
                               "notes": [*notes, *writer.notes]})  # fmt: skip
 
