@@ -19,6 +19,7 @@ import torch
 import yaml
 
 from experiments import adapters, engines, hub, models
+from experiments.compose import parse
 from experiments.config import Dtype, Engine, MethodKind, RunConfig, SamplerKind, run_id
 from experiments.run import execute
 from sweeps.grid import SWEEPS_DIR, Point, Study, known_studies, load_study
@@ -114,3 +115,16 @@ def test_tiny_models_have_what_is_peculiar_to_the_real_ones() -> None:
         ratios = {m.config.num_attention_heads // m.config.num_key_value_heads for m in (real, tiny)}
         active = {getattr(m.config, "num_experts_per_tok", 0) for m in (real, tiny)}
         assert len(ratios) == len(active) == 1
+
+
+@pytest.mark.parametrize("how", ["method.shared_outer=true", "method.expert_rank=total", "data.loss_on=assistant"])
+def test_options_of_the_moe_and_of_the_loss_train_too(how: str, hub_cache: Path, tmp_path: Path) -> None:
+    words = ["scale=paper", "model=qwen3-30b-a3b", "method=lora", "method.placement=mlp", "method.rank=128",
+             "optim.lr=1e-3", "optim.steps=2",
+             "optim.batch_size=2", "data.num_train=24", "data.num_test=4", "data.max_tokens=64",
+             f"launch.root={tmp_path}", how]  # fmt: skip
+    config, launch = parse(words)
+    summary = execute(config, launch)
+    tokens = torch.tensor(summary["expert_tokens"])
+    assert summary["step"] == 2 and tokens.shape == (1, 16) and tokens.sum() % 8 == 0
+    assert summary["num_trainable"] == adapters.num_trainable(models.load_model(config.model, tmp_path), config.method)
