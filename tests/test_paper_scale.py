@@ -6,6 +6,8 @@ same architecture, the data a small set in the same schema, and what makes it la
 
 from __future__ import annotations
 
+import argparse
+import io
 import json
 import re
 from dataclasses import replace
@@ -17,11 +19,13 @@ import hub_copies
 import pytest
 import torch
 import yaml
+from rich.console import Console
 
 from experiments import adapters, engines, hub, models
 from experiments.compose import parse
-from experiments.config import Dtype, Engine, MethodKind, RunConfig, SamplerKind, run_id
+from experiments.config import Dtype, Engine, MethodKind, RunConfig, SamplerKind, arm_name, run_id
 from experiments.run import execute
+from sweeps import budget
 from sweeps.grid import SWEEPS_DIR, Point, Study, known_studies, load_study
 
 STUDIES = [n for n in known_studies() if "paper" in yaml.safe_load((SWEEPS_DIR / f"{n}.yaml").read_text())["scales"]]
@@ -87,6 +91,19 @@ def test_every_run_fits_its_real_model_and_says_what_it_needs_of_the_hub(name: s
         )
     configs = {(p.config.model, p.config.data): p.config for p in study_of(name).points}
     assert hub.missing(configs.values()) == [] and all(hub.pieces(config) for config in configs.values())
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_plan_prints_runs_hours_and_memory(name: str, tmp_path: Path) -> None:
+    study, said = study_of(name), io.StringIO()
+    options = argparse.Namespace(scale="paper", tflops=989.0, utilisation=0.4, price=0.0)
+    bill = budget.print_budget(study, tmp_path, set(), options, Console(file=said, width=200))
+    assert bill is not None and bill.memory > 0 and set(bill.flops) == {p.run_id for p in study.points}
+    assert all(flops > 0 for flops in bill.flops.values())
+    text = said.getvalue()
+    assert f"{len(study.points)} runs, 0 done" in text and " device-hours at 40 % of 989" in text and "GiB" in text
+    for point in study.points:
+        assert f"{point.config.model.name} " in text and f" {arm_name(point.config.method)} " in text
 
 
 def test_every_figure_of_the_post_is_a_study() -> None:
