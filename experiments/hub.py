@@ -22,6 +22,7 @@ MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 """Of a model: configuration, tokenizer and weights; not the same weights in other formats."""
 
 
+HOW = "make prefetch SCALE=paper fetches what studies need, where there is a network"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 

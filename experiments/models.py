@@ -96,7 +96,8 @@ def _named(config: ModelConfig) -> Iterator[None]:
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"model.path: {config.path!r} cannot be loaded; {str(error).splitlines()[0]}") from None
+        how = f" ({hub.HOW})" if config.source is ModelSource.hub and hub.HUB_ID.fullmatch(config.path) else ""
+        raise ConfigError(f"model.path: {config.path!r} cannot be loaded; {str(error).splitlines()[0]}{how}") from None
 
 
 def _revision(config: ModelConfig) -> str:

@@ -62,7 +62,8 @@ class HubSplit:
                                      revision=None if local else revision or None)  # fmt: skip
         except (OSError, ValueError, RuntimeError) as error:
             reason = str(error).strip().splitlines()[0]
-            raise ConfigError(f"data.path: {path!r} cannot be loaded; {reason}") from None
+            how = f" ({hub.HOW})" if hub.HUB_ID.fullmatch(path) else ""
+            raise ConfigError(f"data.path: {path!r} cannot be loaded; {reason}{how}") from None
         kept = [name for name in data.column_names if not columns or name in columns]
         self._data = data.select_columns(kept or data.column_names)  # else each row carries texts that nobody reads
 

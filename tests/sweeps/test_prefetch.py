@@ -14,7 +14,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import GatedRepoError
 
-from experiments import hub, models
+from experiments import hub, models, run
 from experiments.compose import parse
 from experiments.config import ConfigError
 from experiments.worker import ENVIRONMENT
@@ -86,6 +86,22 @@ def test_a_launch_with_nothing_fetched_says_so_at_once(
     )
     said = capsys.readouterr().err.splitlines()[-1]
     assert "HuggingFaceH4/no_robots@main" in said and "STUDY=early ARGS=data=no-robots" in said
+
+
+@pytest.mark.parametrize(("fetched", "said"), [
+    (set(), "model.path: 'meta-llama/Llama-3.2-1B' cannot be loaded; "),
+    ({MODEL}, "data.path: 'openai/gsm8k' cannot be loaded; "),
+])  # fmt: skip
+def test_a_single_run_offline_says_what_is_missing_and_how_to_fetch_it(
+    fake_hub: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str], fetched: set[hub.Piece], said: str
+) -> None:
+    for piece in fetched:
+        hub.fetch(piece)
+    begun = time.monotonic()
+    assert run.main([*WORDS, "data.num_train=20", f"launch.root={tmp_path / 'runs'}"]) == 2
+    assert time.monotonic() - begun < 10
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"error: {said}") and "make prefetch SCALE=paper fetches what studies need" in error
 
 
 def test_nothing_is_queued_that_lacks_a_piece(empty_cache: Path, tmp_path: Path) -> None:
