@@ -10,7 +10,8 @@ import torch
 from tiny import tiny_llama
 from torch import nn
 
-from experiments import adapters, architectures, models
+from experiments import adapters, architectures, models, run
+from experiments.compose import parse
 from experiments.config import (
     ConfigError,
     ExpertRank,
@@ -93,6 +94,18 @@ def test_peft_trains_as_many_on_a_tied_model_and_leaves_the_embedding() -> None:
     trained = {name: p.numel() for name, p in adapted.named_parameters() if p.requires_grad}
     assert sum(trained.values()) == 2 * sum(PER_RANK["meta-llama/Llama-3.2-1B"])
     assert not any("embed_tokens" in name for name in trained)
+
+
+def test_adapted_tied_unembedding_is_not_given_to_vllm() -> None:
+    """It would take the adapted unembedding for the embedding too."""
+    words = ["data=gsm8k", "optim.lr=1e-4", "optim.batch_size=2", "rl.group_size=2", "rl.grader=math_verify",
+             "method=lora", "launch.sampler=vllm"]  # fmt: skip
+    run.check(*parse(["model=llama-3.1-8b", "method.unembed=true", *words]))
+    run.check(*parse(["model=llama-3.2-1b", *words]))
+    with pytest.raises(
+        ConfigError, match=r"launch\.sampler: 'vllm' is not allowed; llama-3\.2-1b ties its unembedding"
+    ):
+        run.check(*parse(["model=llama-3.2-1b", "method.unembed=true", *words]))
 
 
 def test_experts_share_the_rank_out() -> None:
