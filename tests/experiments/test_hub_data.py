@@ -8,14 +8,15 @@ import re
 from pathlib import Path
 
 import pytest
-from tiny import tiny_tokenizer
+from tiny import tiny_llama, tiny_tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from experiments import chat, models
 from experiments.compose import parse
-from experiments.config import ChatTemplate, ConfigError, DataConfig, DataSource, LossOn
+from experiments.config import ChatTemplate, ConfigError, DataConfig, DataSource, LossOn, run_id
 from experiments.data import dataset, problems
 from experiments.losses import IGNORED
+from experiments.run import execute
 
 
 def tulu_tokenizer(template: ChatTemplate = ChatTemplate.tulu) -> PreTrainedTokenizerBase:
@@ -215,3 +216,23 @@ def test_few_rows_of_a_hub_set_are_read_and_the_held_out_ones_stay(hub_cache: Pa
     assert loaded[0].train["input_ids"] == loaded[1].train["input_ids"][:5]
     reader = dataset._read(data_of("tulu3", "data.num_train=5")).readers[0]
     assert reader.num_read == 9
+
+
+def test_padding_is_not_learned_where_it_is_the_end_token(tmp_path: Path, tiny_overrides: list[str]) -> None:
+    """As with Llama's and Qwen's base tokenizers: the end of each answer counts, what fills the batch does not."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = None
+    tiny_llama().save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    words = [*tiny_overrides, f"model.path={tmp_path / 'base'}", "model.chat_template=tulu", "launch.engine=trl",
+             "method=lora", "method.rank=2", "optim.steps=2"]  # fmt: skip
+    config, launch = parse(words)
+    loaded = models.load_tokenizer(config.model, tmp_path)
+    assert loaded.pad_token_id == loaded.eos_token_id
+    execute(config, launch)
+    data = dataset.load(config.data, loaded)
+    order = dataset.order(len(data.train), 32, config.seed.data).reshape(2, 16)
+    counted = [sum(label != IGNORED for i in step for label in data.train[int(i)]["labels"]) for step in order]
+    lines = (Path(launch.root) / run_id(config) / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["train/num_tokens"] for line in lines[1:]] == counted
+    assert len({len(row["input_ids"]) for row in data.train}) > 1  # there was something to pad
