@@ -2,7 +2,7 @@
 # Options:  SCALE=mini|smol|paper  CLUSTER=auto|local|<profile of conf/cluster>  DRY=1  DETACH=1  ARGS='optim.steps=50 ...'
 #           SEARCH=adaptive [SEARCH_WIDTH=1.3] [SEARCH_BUDGET=60] searches the LRs of a study instead of running its grid
 .DEFAULT_GOAL := help
-.PHONY: help setup sweep-% plan-% sweep-rl studies exact verdict compare status cancel collect figures bases smol vllm reference lint type test test-vllm test-slurm bench-search
+.PHONY: help setup sweep-% plan-% sweep-rl studies exact verdict compare status cancel collect figures bases smol vllm reference lint type test test-vllm test-slurm bench-search prefetch table-params
 
 SCALE ?= mini
 CLUSTER ?= auto
@@ -52,6 +52,12 @@ studies: $(READY) ## run every supervised study, shared runs once; figures and v
 
 exact: $(READY) ## measure what needs no training: first step, invariance, FLOPs, parameter counts
 	@$(PY) -m experiments.exact --root $(ROOT)
+
+prefetch: $(READY) ## fetch and pin the models and data sets of SCALE=paper, once, where there is a network (STUDY=lr: one study)
+	@$(PY) -m sweeps.prefetch $(or $(STUDY),all) --scale $(SCALE) $(ARGS)
+
+table-params: $(READY) ## the post's table of parameter counts, recounted from shapes alone
+	@$(PY) -m experiments.exact.counts
 
 verdict: $(READY) ## a verdict for each claim, from the committed reference results (SOURCE=--root=runs: your own)
 	@$(PY) -m analysis.verdict --scale $(SCALE) $(SOURCE)

@@ -92,11 +92,13 @@ def _natural(text: str) -> str:
 
 
 def _lora_name(row: pd.Series) -> str:
-    """``r16``, with the placement, alpha and unembedding where they are not the protocol's."""
+    """``r16``, with the placement, alpha, the experts' rank and the unembedding where they are not the protocol's."""
     name = f"r{int(row['config.method.rank'])}"
     placement, alpha = row["config.method.placement"], row.get("config.method.alpha", 32.0)
     name += "" if placement == "all" else f"-{placement}"
     name += "" if float(alpha) == 32.0 else f"-alpha{float(alpha):g}"
+    name += "-total" if row.get("config.method.expert_rank", "active") == "total" else ""
+    name += "-outer" if row.get("config.method.shared_outer", False) is True else ""
     return name + ("-unembed" if row["config.method.unembed"] else "")
 
 

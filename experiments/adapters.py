@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, TinyLoraConfig, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
-from experiments import ranks
-from experiments.config import ConfigError, MethodConfig, MethodKind, Placement, SeedConfig
+from experiments import experts, ranks
+from experiments.architectures import group_of
+from experiments.config import ConfigError, ExpertRank, MethodConfig, MethodKind, Placement, SeedConfig
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -36,13 +37,24 @@ class Site:
     num_experts: int = 1
     num_active: int = 1
 
+    @property
+    def outer_in(self) -> bool:
+        """Whether the experts read the hidden state here; else they write it (see ``EXPERTS``)."""
+        return self.name.endswith(EXPERTS[0])
+
+    def divisor(self, method: MethodConfig) -> int:
+        """How many experts share the rank out. By the active ones LoRA:full stays as elsewhere (post, "MoE")."""
+        return self.num_active if method.expert_rank is ExpertRank.active else self.num_experts
+
     def rank(self, method: MethodConfig) -> int:
-        """Rank here: experts get rank / active, so that LoRA:full stays as elsewhere (post, "MoE")."""
-        return max(1, method.rank // self.num_active)
+        """Rank here, of each expert if there are any."""
+        return max(1, method.rank // self.divisor(method))
 
     def num_parameters(self, method: MethodConfig) -> int:
-        """Closed form: rank * (in + out) for each expert."""
-        return self.num_experts * self.rank(method) * (self.num_in + self.num_out)
+        """Closed form: rank * (in + out) for each expert; with a shared outer factor its side counts once."""
+        outer, inner = (self.num_in, self.num_out) if self.outer_in else (self.num_out, self.num_in)
+        copies = 1 if method.shared_outer else self.num_experts
+        return self.rank(method) * (copies * outer + self.num_experts * inner)
 
 
 def sites(model: PreTrainedModel, method: MethodConfig) -> list[Site]:
@@ -69,13 +81,11 @@ def _is_moe(model: PreTrainedModel) -> bool:
 def _sites(model: PreTrainedModel, method: MethodConfig) -> Iterator[Site]:
     mlp = method.placement in (Placement.mlp, Placement.all)
     attention = method.placement in (Placement.attn, Placement.all)
+    wanted = {"attn": attention, "mlp": mlp, "unembed": method.unembed}
     for name, module in model.named_modules():
-        leaf = name.rpartition(".")[2]
-        if isinstance(module, nn.Linear):
-            wanted = (attention and leaf in ATTENTION) or (mlp and leaf in MLP) or (method.unembed and leaf == UNEMBED)
-            if wanted:
-                yield Site(name, module.in_features, module.out_features)
-        elif mlp and leaf == "experts":
+        if isinstance(module, nn.Linear) and wanted.get(group_of(name) or "", False):
+            yield Site(name, module.in_features, module.out_features)
+        elif mlp and name.endswith(".mlp.experts"):
             active = model.config.get_text_config().num_experts_per_tok
             for parameter in EXPERTS:
                 experts, num_out, num_in = getattr(module, parameter).shape
@@ -99,12 +109,13 @@ def check_rank(model: PreTrainedModel, method: MethodConfig) -> None:
         if site.rank(method) > limit:
             raise ConfigError(
                 f"method.rank: {method.rank} is not allowed; {site.name} is {site.num_out} x {site.num_in}, "
-                f"so at most {limit * site.num_active}"
+                f"so at most {limit * site.divisor(method)}"
             )
-        if site.num_active > 1 and method.rank % site.num_active:
+        if method.rank % site.divisor(method):
+            which = "active experts" if method.expert_rank is ExpertRank.active else "experts"
             raise ConfigError(
-                f"method.rank: {method.rank} is not allowed; it must be a multiple of the "
-                f"{site.num_active} active experts"
+                f"method.rank: {method.rank} is not allowed; "
+                f"it must be a multiple of the {site.divisor(method)} {which}"
             )
 
 
@@ -133,10 +144,16 @@ def attach(model: PreTrainedModel, method: MethodConfig, seed: SeedConfig) -> nn
         with warnings.catch_warnings():
             # PEFT looks for rank_pattern among modules before it looks among parameters; _verify checks the ranks.
             warnings.filterwarnings("ignore", message="The following rank_pattern keys")
+            # Of a tied unembedding, whose adapter adds to the logits alone: the embedding stays, see merged_weights.
+            warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
             torch.manual_seed(seed.init)
             tiny = method.kind is MethodKind.tiny
             peft_config = _tiny_config(places, method, seed) if tiny else lora_config(places, method)
             adapted = get_peft_model(model, peft_config, autocast_adapter_dtype=True)
+        if method.shared_outer:
+            experts.share_outer(adapted, [site for site in places if site.num_experts > 1])
+        # PEFT would put the unembedding's frozen weights, gigabytes of them, into every file of an adapter on it.
+        adapted.save_pretrained = functools.partial(adapted.save_pretrained, save_embedding_layers=False)
     _verify(adapted, method, expected)
     return adapted
 
@@ -154,8 +171,8 @@ def _tiny_config(places: list[Site], method: MethodConfig, seed: SeedConfig) -> 
 
 def lora_config(places: list[Site], method: MethodConfig) -> LoraConfig:
     dense = [site.name for site in places if site.num_experts == 1]
-    experts = [site.name for site in places if site.num_experts > 1]
-    ranks = {site.rank(method) for site in places if site.num_experts > 1}
+    stacked = [site.name for site in places if site.num_experts > 1]
+    expert_ranks = {site.rank(method) for site in places if site.num_experts > 1}
     return LoraConfig(
         r=method.rank,
         lora_alpha=method.alpha,
@@ -163,8 +180,8 @@ def lora_config(places: list[Site], method: MethodConfig) -> LoraConfig:
         bias="none",
         task_type="CAUSAL_LM",
         target_modules=dense,
-        target_parameters=experts or None,
-        rank_pattern={name: rank for name in experts for rank in ranks},
+        target_parameters=stacked or None,
+        rank_pattern={name: rank for name in stacked for rank in expert_ranks},
     )
 
 
@@ -173,6 +190,9 @@ def _verify(model: nn.Module, method: MethodConfig, expected: int) -> None:
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     adapter = method.kind is not MethodKind.full
     foreign = [n for n in trainable if adapter and "lora_" not in n]
+    routers = [n for n in trainable if adapter and group_of(n.replace(".base_layer", "")) == "router"]
+    if routers:
+        raise ConfigError(f"method: the router must stay frozen, these would train: {', '.join(routers)}")
     found = sum(p.numel() for p in trainable.values())
     if foreign or found != expected:
         raise ConfigError(
@@ -214,30 +234,6 @@ def unembedding_hidden(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         del model.get_output_embeddings
-
-
-@torch.no_grad()
-def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name in the base model, weight with the adapter added) of every parameter, one after the other.
-
-    The model is left as it is: merging and unmerging in place would round its weights each time.
-    """
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    modules = dict(base.named_modules())
-    for name, parameter in base.named_parameters():
-        if "lora_" in name:
-            continue
-        weight = parameter.detach()
-        if name.endswith(".base_layer.weight"):
-            layer: Any = modules[name.removesuffix(".base_layer.weight")]
-            weight = weight + layer.get_delta_weight("default").to(weight.dtype)
-        yield name.replace(".base_layer.", "."), weight
-
-
-def save_adapter(model: nn.Module, directory: str) -> None:
-    """Write the adapter as PEFT does; other programs load it from there."""
-    assert isinstance(model, PeftModel)
-    model.save_pretrained(directory)
 
 
 @torch.no_grad()

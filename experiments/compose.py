@@ -21,7 +21,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from experiments.config import ConfigError, LaunchConfig, RunConfig
 
@@ -31,6 +31,12 @@ CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 @lru_cache(maxsize=1)
 def _parser() -> OverridesParser:
     return OverridesParser.create()
+
+
+@lru_cache(maxsize=4096)
+def _parsed(word: str) -> Override:
+    """One override; studies repeat them hundreds of times."""
+    return _parser().parse_override(word)
 
 
 def _writable(node: DictConfig) -> DictConfig:
@@ -63,7 +69,7 @@ def parse(overrides: Sequence[str]) -> tuple[RunConfig, LaunchConfig]:
     Raises ConfigError, in one line, for anything misspelt, mistyped, missing or not allowed.
     """
     try:
-        parsed = _parser().parse_overrides(list(overrides))
+        parsed = [_parsed(word) for word in overrides]
     except HydraException as error:
         raise ConfigError(f"override: {_first_line(error)}") from None
     groups = tuple(o.input_line or "" for o in parsed if _is_group(o))
@@ -72,12 +78,12 @@ def parse(overrides: Sequence[str]) -> tuple[RunConfig, LaunchConfig]:
         for override in parsed:
             if not _is_group(override):
                 _set(config, override)
-        missing = sorted(OmegaConf.missing_keys(config))
-        if missing:
-            raise ConfigError(f"{missing[0]}: no value given; set it, e.g. {missing[0]}=1e-3")
         sections = OmegaConf.to_object(config)
     except ConfigError:
         raise
+    except MissingMandatoryValue:
+        missing = sorted(OmegaConf.missing_keys(config))
+        raise ConfigError(f"{missing[0]}: no value given; set it, e.g. {missing[0]}=1e-3") from None
     except MissingConfigException as error:
         raise ConfigError(_unknown_choice(groups, error)) from None
     except (HydraException, OmegaConfBaseException) as error:
@@ -90,7 +96,7 @@ def parse(overrides: Sequence[str]) -> tuple[RunConfig, LaunchConfig]:
 def expand(overrides: Sequence[str]) -> list[list[str]]:
     """Every combination of the comma-separated values in a line, in Hydra's order (last varies fastest)."""
     try:
-        parsed = _parser().parse_overrides(list(overrides))
+        parsed = [_parsed(word) for word in overrides]
         choices = [
             [f"{o.key_or_group}={value}" for value in o.sweep_string_iterator()]
             if o.is_sweep_override()

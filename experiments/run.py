@@ -50,7 +50,14 @@ def check(config: RunConfig, launch: LaunchConfig) -> None:
         from experiments.vllm_rollouts import sync_mode
 
         sync_mode(config, launch)
-    adapters.check_rank(models.empty_model(config.model, Path(launch.root) / "cache"), config.method)
+    shapes = models.empty_model(config.model, Path(launch.root) / "cache")
+    adapters.check_rank(shapes, config.method)
+    tied = shapes.config.get_text_config().tie_word_embeddings
+    if config.is_rl and launch.sampler is SamplerKind.vllm and tied and config.method.unembed:
+        raise ConfigError(
+            f"launch.sampler: 'vllm' is not allowed; {config.model.name} ties its unembedding to the embedding, and "
+            "vLLM would take the adapted one for both; take transformers or method.unembed=false"
+        )
 
 
 def execute(config: RunConfig, launch: LaunchConfig, progress: Any = None) -> dict[str, Any]:
@@ -59,12 +66,13 @@ def execute(config: RunConfig, launch: LaunchConfig, progress: Any = None) -> di
     Raises claim.Busy if another process writes it, ConfigError and StoreError for bad input,
     recorder.Interrupted after a requested stop. Any other exception is recorded in failure.json first.
     """
-    from experiments import engines, failures, models, provenance, recorder, tracking
+    from experiments import engines, failures, hub, models, provenance, recorder, tracking
 
     root = store.ensure_root(Path(launch.root))
+    notes: tuple[str, ...] = ()
     if store.state_of(root / run_id(config)) != "done":
         check(config, launch)
-        load_data(config, models.load_tokenizer(config.model, root / "cache"))
+        notes = load_data(config, models.load_tokenizer(config.model, root / "cache"))
         if launch.processes == 1:  # else the processes load them, and here they would only take memory
             models.check_weights(config.model, root / "cache")
         if engines.chosen(config, launch) is Engine.packed:
@@ -75,12 +83,15 @@ def execute(config: RunConfig, launch: LaunchConfig, progress: Any = None) -> di
         try:
             with tracking.tracker(config, launch) as tracker:
                 writer.mirrors.append(tracker.log)
-                facts = {"config": encode(config), "engine": {"name": "trl", "processes": launch.processes}}
+                facts = {"config": encode(config), "engine": {"name": "trl", "processes": launch.processes},
+                         "hub": {str(piece): hub.commit(piece) for piece in sorted(hub.pieces(config))}}  # fmt: skip
                 writer.write("provenance.json", provenance.collect(**facts))
                 summary = _flow(config, launch)(config, launch, writer, progress or recorder.Progress())
         except BaseException as error:
             raise failures.recorded(error, writer) from error.__cause__
-        return writer.finish({**summary, "run_id": run_id(config), "time_unix_s": time.time(), "notes": writer.notes})
+        notes = (*notes, *summary.pop("warnings", ()))
+        return writer.finish({**summary, "run_id": run_id(config), "time_unix_s": time.time(),
+                              "notes": [*notes, *writer.notes]})  # fmt: skip
 
 
 def _execute_packed(config: RunConfig, launch: LaunchConfig, progress: Any) -> dict[str, Any]:
@@ -119,18 +130,21 @@ def _flow(config: RunConfig, launch: LaunchConfig) -> Callable[..., dict[str, An
     return sft.train
 
 
-def load_data(config: RunConfig, tokenizer: Any) -> None:
-    """Read the data before anything is written, so that bad data leaves nothing behind. Raises ConfigError."""
+def load_data(config: RunConfig, tokenizer: Any) -> tuple[str, ...]:
+    """Read the data before anything is written, so that bad data leaves nothing behind. Raises ConfigError.
+
+    Returns what is to be said of it: rows left out, many examples cut.
+    """
     from experiments.data import dataset, problems
 
     if config.is_rl:
-        problems.load(config.data)
+        found = problems.load(config.data)
         if config.rl.max_tool_calls:
             from experiments.episodes import check_tools
 
             check_tools(config, tokenizer)
-    else:
-        dataset.load(config.data, tokenizer)
+        return found.notes
+    return dataset.load(config.data, tokenizer).notes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

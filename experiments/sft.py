@@ -24,6 +24,7 @@ from experiments.data import dataset
 from experiments.losses import num_labelled, token_nll_sum
 from experiments.recorder import Interrupted, Progress, Recorder, finite_or_none
 from experiments.split import batch_split
+from experiments.utilisation import ExpertCounter
 
 EVAL_TOKENS = 8192
 """Padded tokens per forward pass of an evaluation: bounds its memory, changes nothing else."""
@@ -38,6 +39,7 @@ class Trainer(SFTTrainer):
             super().__init__(model=model, **kwargs)
         self.batch_nll_sum = 0.0
         self.batch_num_tokens = 0
+        self.experts = ExpertCounter(model)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Before anything is placed on a device: how it is sharded, if it is."""
@@ -62,7 +64,10 @@ class Trainer(SFTTrainer):
         processes too, whose gradients are summed."""
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
         # Of one process the model casts by itself, accelerate sees to it; of a sharded one it does not.
-        with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.autocast and ranks.count() > 1):
+        with (
+            torch.autocast(ids.device.type, torch.bfloat16, enabled=self.autocast and ranks.count() > 1),
+            self.experts.batch(mask),
+        ):
             logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         nll_sum = token_nll_sum(logits, inputs["labels"])
         num_tokens = num_labelled(inputs["labels"]) if num_items_in_batch is None else num_items_in_batch
@@ -74,7 +79,8 @@ class Trainer(SFTTrainer):
         """The step's training metrics, and whether its loss was finite."""
         nll, num_tokens = ranks.summed(self.batch_nll_sum, self.batch_num_tokens)
         self.batch_nll_sum, self.batch_num_tokens = 0.0, 0
-        return {"train/nll_nats": finite_or_none(nll), "train/num_tokens": int(num_tokens)}, math.isfinite(nll)
+        row = {"train/nll_nats": finite_or_none(nll), "train/num_tokens": int(num_tokens), **self.experts.take()}
+        return row, math.isfinite(nll)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
         return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
@@ -143,6 +149,9 @@ def train(config: RunConfig, launch: LaunchConfig, writer: Writer, progress: Pro
         "num_cut": data.num_cut,
         "num_dropped": data.num_dropped,
         "num_duplicates": data.num_duplicates,
+        "num_malformed": data.num_malformed,
+        **trainer.experts.summary(),
+        "warnings": [said for said in [trainer.experts.warning()] if said],
         "time": {"total_s": time.monotonic() - begun, "eval_s": recorder.eval_s},
     }
 

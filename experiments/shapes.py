@@ -145,22 +145,6 @@ def build_model(sizes: Shape, tokenizer: PreTrainedTokenizerFast, seed: int) -> 
     return model.float()
 
 
-def empty_llama(sizes: Shape, vocab_size: int, num_kv_heads: int) -> PreTrainedModel:
-    """An untied Llama of any size on the meta device: no weights and no network, enough to count."""
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=sizes.width,
-        intermediate_size=sizes.ffn,
-        num_hidden_layers=sizes.num_layers,
-        num_attention_heads=sizes.num_heads,
-        num_key_value_heads=num_kv_heads,
-        head_dim=sizes.head_dim,
-        tie_word_embeddings=False,
-    )
-    with torch.device("meta"):
-        return LlamaForCausalLM(config)
-
-
 def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer; a function of the texts.
 

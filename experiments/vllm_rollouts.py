@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from experiments import adapters, models
+from experiments import adapters, exports, models
 from experiments.config import ConfigError, Dtype, LaunchConfig, MethodKind, RunConfig, Sync
 from experiments.rollouts import Completion, Sampling
 
@@ -70,13 +70,13 @@ class VllmSampler:
             from vllm.lora.request import LoRARequest
 
             directory = Path(self._scratch.name) / f"version-{self._num_syncs}"
-            adapters.save_adapter(model, str(directory))
+            exports.save_adapter(model, str(directory))
             if self._lora is not None:
                 self._engine.llm_engine.remove_lora(self._lora.lora_int_id)
                 shutil.rmtree(self._lora.lora_path)
             self._lora = LoRARequest(f"sync-{self._num_syncs}", self._num_syncs + 1, str(directory))
         else:
-            weights = list(adapters.merged_weights(model))
+            weights = list(exports.merged_weights(model))
             self._engine.apply_model(lambda engine_model: engine_model.load_weights(iter(weights)) and None)
             self._engine.reset_prefix_cache()
         self._num_syncs += 1

@@ -31,6 +31,8 @@ ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    # What runs need of the hub was fetched before (make prefetch); nodes may have no network.
+    "HF_HUB_OFFLINE": "1",
     # glibc gives large blocks back to the kernel at every free; a training step then spends its
     # time in page faults. Read at process start, hence set here.
     "MALLOC_MMAP_THRESHOLD_": str(4 << 30),

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments import hub
 from experiments.config import ConfigError
 from experiments.split import check_processes
 from experiments.store import StoreError, ensure_root, explained
@@ -18,10 +19,12 @@ from slurm.submit import Batch, options, script
 def check(wanted: Batch, sizes: Sequence[classes.Size], client: Client) -> int:
     """Refuse what cannot be run; returns the cluster's largest array.
 
-    Raises ConfigError or StoreError in one line: no controller, a run that no class holds, a store that cannot be
-    written or has too little room for checkpoints, a request that the cluster can never fulfil.
+    Raises ConfigError or StoreError in one line: a model or data set that was not fetched, no controller, a run that
+    no class holds, a store that cannot be written or has too little room for checkpoints, a request that the cluster
+    can never fulfil.
     """
     cluster = wanted.cluster
+    hub.require(wanted.configs.values(), f"make prefetch SCALE={wanted.scale}")
     processes = []
     for (run, config), size in zip(wanted.configs.items(), sizes, strict=True):
         need_gib = size.memory_gib(config.is_rl)

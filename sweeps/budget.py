@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,16 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments import cost, store
-from experiments.config import ConfigError, Dtype, LaunchConfig, MethodKind, RunConfig, arm_name
+from experiments.config import (
+    ConfigError,
+    Dtype,
+    LaunchConfig,
+    MethodConfig,
+    MethodKind,
+    ModelConfig,
+    RunConfig,
+    arm_name,
+)
 from sweeps.display import warn
 from sweeps.grid import Point, Study, known_studies, load_study
 from sweeps.plan import find, run_flops
@@ -70,40 +79,64 @@ def run_memory(config: RunConfig, launch: LaunchConfig, cache: Path) -> cost.Mem
     )  # fmt: skip
 
 
-def rows(points: Iterable[Point], launch: LaunchConfig, todo: set[str], cache: Path) -> list[Row]:
+def rows(points: Iterable[Point], launch: LaunchConfig, flops: Mapping[str, float], cache: Path) -> list[Row]:
     """One row per model and arm, in the order of the study. Raises ConfigError for a model without shapes."""
-    from experiments import adapters, models
-
     grouped: dict[tuple[str, str], list[Point]] = {}
     for point in points:
         grouped.setdefault((point.config.model.name, arm_name(point.config.method)), []).append(point)
     found = []
     for (model, arm), members in grouped.items():
-        flops = 0.0
-        for point in members:
-            shapes = models.empty_model(point.config.model, cache, local_only=True)
-            if point.run_id in todo:
-                trained = adapters.num_trainable(shapes, point.config.method)
-                flops += run_flops(point.config, models.num_matrix_parameters(shapes), trained)
-        largest = max((run_memory(p.config, launch, cache) for p in members), key=lambda memory: memory.total)
-        found.append(Row(model, arm, sum(p.run_id in todo for p in members), largest, flops))
+        kinds = {(p.config.model, p.config.data, p.config.method, p.config.optim.batch_size, p.config.rl): p.config
+                 for p in members}  # fmt: skip
+        largest = max((run_memory(config, launch, cache) for config in kinds.values()), key=lambda memory: memory.total)
+        left = [flops[p.run_id] for p in members if p.run_id in flops]
+        found.append(Row(model, arm, len(left), largest, sum(left)))
     return found
 
 
-def print_budget(study: Study, root: Path, others: set[str], options: argparse.Namespace, console: Console) -> None:
-    """Print one study's table and its totals. Raises StoreError for what a launch would refuse."""
-    done = {p.run_id for p in study.points if find(root, p).state == "done"}
-    todo = {p.run_id for p in study.points} - done
+def flops_of(points: Iterable[Point], cache: Path) -> dict[str, float]:
+    """FLOPs of each run. Raises ConfigError for a model without shapes, or an arm that it cannot have."""
+    from experiments import adapters, models
+
+    found: dict[str, float] = {}
+    counted: dict[tuple[ModelConfig, MethodConfig], tuple[int, int]] = {}
+    for point in points:
+        model, method = point.config.model, point.config.method
+        if (model, method) not in counted:
+            shapes = models.empty_model(model, cache, local_only=True)
+            adapters.check_rank(shapes, method)
+            counted[model, method] = models.num_matrix_parameters(shapes), adapters.num_trainable(shapes, method)
+        found[point.run_id] = run_flops(point.config, *counted[model, method])
+    return found
+
+
+@dataclass(frozen=True)
+class Bill:
+    """A study's line in the overview: what is still to do of it, and the memory of its largest run."""
+
+    study: Study
+    flops: dict[str, float]
+    memory: float
+
+
+def print_budget(
+    study: Study, root: Path, others: set[str], options: argparse.Namespace, console: Console
+) -> Bill | None:
+    """Print one study's table and its totals; None where they are unknown. Raises StoreError for what a launch would
+    refuse."""
+    todo = [p for p in study.points if find(root, p).state != "done"]
     shared = len({p.run_id for p in study.points} & others)
+    shows = f", {study.shows} of the post" if study.shows else ""
     console.print(
-        f"[bold]{study.name}[/bold] ({options.scale}): {len(study.points)} runs, {len(done)} done, {len(todo)} to do; "
-        f"{shared} are shared with other studies"
+        f"[bold]{study.name}[/bold] ({options.scale}{shows}): {len(study.points)} runs, "
+        f"{len(study.points) - len(todo)} done, {len(todo)} to do; {shared} are shared with other studies"
     )
     try:
-        found = rows(study.points, study.launch, todo, root / "cache")
+        flops = flops_of(todo, root / "cache")
+        found = rows(study.points, study.launch, flops, root / "cache")
     except ConfigError as error:
         console.print(f"cost unknown: {error}", markup=False)
-        return
+        return None
     names = ("weights", "gradients", "optimizer", "activations", "logits", "kv_cache", "sampler")
     table = Table("model", "arm", "to do", *(name.replace("_", " ") for name in names), "GiB", "PFLOPs", box=None)
     for row in found:
@@ -111,14 +144,31 @@ def print_budget(study: Study, root: Path, others: set[str], options: argparse.N
         table.add_row(row.model, row.arm, str(row.num_todo), *parts, f"{row.memory.total / GIB:.3g}",
                       f"{row.flops / 1e15:.3g}")  # fmt: skip
     console.print(table)
-    total = sum(row.flops for row in found)
-    hours = cost.device_hours(total, options.tflops * 1e12, options.utilisation)
-    money = f", {hours * options.price:,.0f} at {options.price:g} an hour" if options.price else ""
+    total = sum(flops.values())
     console.print(
-        f"at most {total / 1e15:.4g} PFLOPs: {hours:,.3g} device-hours at {100 * options.utilisation:g} % of "
-        f"{options.tflops:g} TFLOP/s{money}. Memory is of one run on all its devices together, at micro-batches of "
+        f"at most {total / 1e15:.4g} PFLOPs: {_cost(total, options)} at {100 * options.utilisation:g} % of "
+        f"{options.tflops:g} TFLOP/s. Memory is of one run on all its devices together, at micro-batches of "
         f"{_micro(study)} sequences of the longest kind; the largest of each arm."
     )
+    return Bill(study, flops, max(row.memory.total for row in found))
+
+
+def _cost(flops: float, options: argparse.Namespace) -> str:
+    hours = cost.device_hours(flops, options.tflops * 1e12, options.utilisation)
+    money = f", {hours * options.price:,.0f} at {options.price:g} an hour," if options.price else ""
+    return f"{hours:,.3g} device-hours{money}"
+
+
+def print_overview(bills: Sequence[Bill], options: argparse.Namespace, console: Console) -> None:
+    """One line a study, and what all of them take when shared runs are trained once."""
+    table = Table("study", "of the post", "runs", "to do", "device-hours", "GiB of a run, at most", box=None)
+    for bill in bills:
+        hours = cost.device_hours(sum(bill.flops.values()), options.tflops * 1e12, options.utilisation)
+        table.add_row(bill.study.name, bill.study.shows or "-", str(len(bill.study.points)), str(len(bill.flops)),
+                      f"{hours:,.3g}", f"{bill.memory / GIB:,.3g}")  # fmt: skip
+    console.print(table)
+    once = {run: flops for bill in bills for run, flops in bill.flops.items()}
+    console.print(f"all studies: {len(once)} runs to do, each once; at most {_cost(sum(once.values()), options)}")
 
 
 def _micro(study: Study) -> str:
@@ -151,9 +201,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not wanted:
             raise ConfigError(f"study: {options.study!r} has no scale {options.scale!r}")
         console = Console(highlight=False, soft_wrap=True, width=160)
+        bills = []
         for study in wanted:
             others = {p.run_id for s in studies if s.name != study.name for p in s.points}
-            print_budget(study, Path(study.launch.root), others, options, console)
+            bills.append(print_budget(study, Path(study.launch.root), others, options, console))
+        if options.study == "all":
+            print_overview([bill for bill in bills if bill], options, console)
     except (ConfigError, store.StoreError) as error:
         warn(f"error: {error}")
         return 2

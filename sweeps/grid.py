@@ -2,7 +2,8 @@
 
 A study (``sweeps/<study>.yaml``) holds, per scale, ``common`` overrides and a list of ``arms``, each
 a line in Hydra's override grammar: ``<common> <arm>`` can be pasted behind
-``python -m experiments.run -m``. Expanding twice gives the same runs in the same order.
+``python -m experiments.run -m``. ``shows`` says which figure of the post a scale stands for. Expanding twice
+gives the same runs in the same order.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Study:
     settings: dict[str, Any]
     points: tuple[Point, ...]
     launch: LaunchConfig
+    shows: str = ""
 
     def manifest(self) -> dict[str, Any]:
         """What the store keeps of a study, so that the analysis can name what is missing."""
@@ -93,6 +95,7 @@ def load_study(name: str, scale: str, extra: Sequence[str] = ()) -> Study:
         settings=document["settings"] | {"extra": [word for word in extra if not word.startswith("launch.")]},
         points=tuple(points.values()),
         launch=launch,
+        shows=scales[scale].get("shows", ""),
     )
 
 

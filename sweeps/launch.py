@@ -7,10 +7,12 @@ cluster, and exits with 0 only if every run ended. Running the same command agai
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments import hub
 from experiments.config import ConfigError, DataSource
 from experiments.manifests import write_study
 from experiments.store import StoreError, ensure_root, log_path
@@ -58,6 +60,7 @@ def launch(
     num_done = len(study.points) - len(todo)
     warn(f"{study.name} ({study.scale}): {len(study.points)} runs, {num_done} done already, {len(todo)} to do")
     if todo:
+        hub.require((point.config for point in todo), _prefetch(study))
         ensure_root(log_path(root, todo[0].run_id).parent)
         _check_models(study)
     for part in parts or [study]:
@@ -85,6 +88,13 @@ def launch(
     for run, detail in display.failures.items():
         warn(f"failed: {run}: {detail['cause']} (log: {detail['log']})")
     return 1 if display.failures else 0
+
+
+def _prefetch(study: Study) -> str:
+    """The command that fetches what the study needs; of several together, what all of them need."""
+    name, extra = study.name.partition("+")[0], study.settings.get("extra", [])
+    one = "" if "," in name else f" STUDY={name}" + (f" ARGS={shlex.quote(' '.join(extra))}" if extra else "")
+    return f"make prefetch SCALE={study.scale}{one}"
 
 
 def _check_models(study: Study) -> None:

@@ -71,6 +71,25 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def _hub_copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import hub_copies
+
+    cache = tmp_path_factory.mktemp("hub")
+    hub_copies.make(cache)
+    return cache
+
+
+@pytest.fixture
+def hub_cache(_hub_copies: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The hub's cache after a prefetch of everything: data in real schemas, tiny random models."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(_hub_copies / "arrow"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(_hub_copies))
+    return _hub_copies
+
+
+@pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eighty prompts and completions of differing lengths."""
     file = tmp_path_factory.mktemp("data") / "pairs.jsonl"

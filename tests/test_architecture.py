@@ -25,9 +25,11 @@ ALLOWED = {
 BOUNDARIES = {  # library -> the only modules that may import it
     "transformers": {"experiments.models", "experiments.adapters", "experiments.sft", "experiments.shapes",
                      "experiments.pretrain", "experiments.data.dataset", "experiments.data.pool", "experiments.cards",
-                     "experiments.recorder", "experiments.rl", "experiments.episodes", "experiments.architectures"},
-    "datasets": {"experiments.data.dataset", "experiments.rl"},
+                     "experiments.recorder", "experiments.rl", "experiments.episodes", "experiments.architectures",
+                     "experiments.chat"},
+    "datasets": {"experiments.data.dataset", "experiments.data.records", "experiments.rl"},
     "reasoning_gym": {"experiments.data.tasks"},
+    "huggingface_hub": {"experiments.hub"},
     "peft": {"experiments.adapters"},
     "trl": {"experiments.sft", "experiments.rl", "experiments.episodes"},
     "vllm": {"experiments.vllm_rollouts"},
@@ -36,7 +38,7 @@ BOUNDARIES = {  # library -> the only modules that may import it
     "accelerate": {"experiments.sharding"},
     "submitit": {"slurm"},
     "hydra": {"experiments.compose"},
-    "omegaconf": {"experiments.compose", "experiments.config"},
+    "omegaconf": {"experiments.compose", "experiments.config", "experiments.inputs"},
 }  # fmt: skip
 MAX_LINES = 400
 

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from analysis import envelope, style
 from analysis.arms import FULL, REWARD, Arm, arm_records, arm_table, find_arms
-from analysis.figures import curves, lr
+from analysis.figures import curves, experts, lr
 from analysis.figures.registry import FIGURES
 from analysis.load import load, load_curves
 from analysis.results import StudyRuns, study_runs
@@ -116,6 +116,8 @@ def draw(study: StudyRuns, manifest: Mapping[str, Any], scale: str, arms: Sequen
             figures[lr_name] = lr.figure(study.runs, arms, caption, ten, reference, phases=phases)
         if own == "lr" and envelope.CURVE in study.curves and not searched:  # an envelope needs equal numbers of LRs
             figures["curves"] = curves.figure(study.runs, arms, study.curves, caption, reference)
+    if experts.has_experts(study):
+        figures["experts"] = experts.figure(study, caption)
     return figures
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from experiments.config import ConfigError, DataConfig, DataSource
 from experiments.data import tables
-from experiments.data.dataset import TEST_STREAM, draw_examples, read_hub, read_jsonl
+from experiments.data.dataset import TEST_STREAM, draw_examples
+from experiments.data.records import Reader, source_of
 
 SCHEMAS = (  # (question, answer) columns of GSM8K and DeepMath-103K, MATH, AIME 2024 and 2025, our own files
     ("question", "final_answer"),
@@ -23,7 +21,8 @@ SCHEMAS = (  # (question, answer) columns of GSM8K and DeepMath-103K, MATH, AIME
     ("Problem", "Answer"),
     ("prompt", "answer"),
 )
-EXPECTED = "each line is an object with text " + ", ".join(f'"{q}" and "{a}"' for q, a in SCHEMAS)
+COLUMNS = tuple({name for pair in SCHEMAS for name in pair})
+EXPECTED = "each row is an object with text " + ", ".join(f'"{q}" and "{a}"' for q, a in SCHEMAS)
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,8 @@ class Problems:
     train: tuple[Problem, ...]
     test: tuple[Problem, ...]
     num_duplicates: int = 0
+    num_malformed: int = 0
+    notes: tuple[str, ...] = ()
 
 
 @lru_cache(maxsize=4)
@@ -55,7 +56,8 @@ def load(config: DataConfig) -> Problems:
 
     Raises ConfigError for a source without verifiable answers, a malformed row (with its line), or too few.
     """
-    num_duplicates = 0
+    num_duplicates, num_malformed = 0, 0
+    notes: tuple[str, ...] = ()
     if config.source is DataSource.reasoning_gym:
         test = _drawn(config, config.num_test, frozenset(), TEST_STREAM)
         train = _drawn(config, config.num_train, frozenset(p.prompt for p in test), 0)
@@ -65,8 +67,16 @@ def load(config: DataConfig) -> Problems:
             for num, stream in ((config.num_train, 0), (config.num_test, TEST_STREAM))
         )
     elif config.source in (DataSource.jsonl, DataSource.hub):
-        read = list(_rows(config, config.path, config.subset, "train", config.revision))
-        elsewhere = [problem for name in config.held_out for problem in _rows(config, *_parts(name))]
+        readers = [
+            Reader(source_of(config, COLUMNS, name), _problem, EXPECTED, config.max_malformed)
+            for name in (None, *config.held_out)
+        ]
+        read, *others = [list(reader()) for reader in readers]
+        for reader in readers:
+            reader.check()
+        elsewhere = [problem for found in others for problem in found]
+        num_malformed = sum(len(reader.malformed) for reader in readers)
+        notes = tuple(reader.left_out() for reader in readers if reader.malformed)
         order = np.random.default_rng(config.seed).permutation(len(read))
         shuffled = _distinct([read[i] for i in order])
         held_out = _distinct(elsewhere)
@@ -81,7 +91,7 @@ def load(config: DataConfig) -> Problems:
             f"data.num_train: {config.num_train} and data.num_test {config.num_test} were asked for; "
             f"{config.name} has {len(train)} and {len(test)} distinct problems"
         )
-    return Problems(tuple(train[: config.num_train]), tuple(test), num_duplicates)
+    return Problems(tuple(train[: config.num_train]), tuple(test), num_duplicates, num_malformed, notes)
 
 
 def _distinct(found: list[Problem]) -> list[Problem]:
@@ -99,20 +109,6 @@ def _drawn(config: DataConfig, wanted: int, excluded: frozenset[str], stream: in
 
 def _walk(walk: tables.Walk) -> Problem:
     return Problem(walk.prompt, walk.answer, tables.TASK, asdict(walk))
-
-
-def _parts(name: str) -> tuple[str, str, str, str]:
-    """(path, subset, split, revision) of ``path[#subset][:split][@revision]``."""
-    found = re.fullmatch(r"([^#:@]+)(?:#([^:@]+))?(?::([^@]+))?(?:@(.+))?", name)
-    if found is None:
-        raise ConfigError(f"data.held_out: {name!r} is not allowed; write path[#subset][:split][@revision]")
-    return found[1], found[2] or "", found[3] or "test", found[4] or ""
-
-
-def _rows(config: DataConfig, path: str, subset: str, split: str, revision: str) -> Iterator[Problem]:
-    if config.source is DataSource.jsonl:
-        return read_jsonl(Path(path), EXPECTED, _problem)
-    return read_hub(path, split, revision, _problem, subset)
 
 
 def _problem(row: object) -> Problem:

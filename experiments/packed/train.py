@@ -288,11 +288,12 @@ class _Engine:
             "num_trainable": member.num_trainable,
             "num_cut": data.num_cut,
             "num_dropped": data.num_dropped,
+            "num_malformed": data.num_malformed,
             "num_duplicates": data.num_duplicates,
             "time": {"total_s": member.seconds + recorder.eval_s, "eval_s": recorder.eval_s},
             "run_id": member.name,
             "time_unix_s": time.time(),
-            "notes": member.writer.notes,
+            "notes": [*data.notes, *member.writer.notes],
         }
 
     def _broken(self, error: BaseException) -> None:

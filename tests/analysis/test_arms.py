@@ -36,6 +36,14 @@ def test_arm_names_say_placement_alpha_and_unembedding(make_store):
     assert set(label_arms(table)["arm"]) == {"full", "r1", "r16", "r16-mlp", "r16-alpha64", "r16-unembed"}
 
 
+def test_arm_names_say_how_experts_share_the_rank(make_store):
+    table = load("lr", root=make_store(num_seeds=1))
+    table["config.method.expert_rank"], table["config.method.shared_outer"] = "active", False
+    table.loc[table["run_id"] == run_id(16, 0, 0), "config.method.expert_rank"] = "total"
+    table.loc[table["run_id"] == run_id(16, 1, 0), "config.method.shared_outer"] = True
+    assert set(label_arms(table)["arm"]) == {"full", "r1", "r16", "r16-total", "r16-outer"}
+
+
 def test_arms_are_compared_within_a_panel_only(make_store):
     runs = label_arms(load("lr", root=make_store(num_seeds=1, models=("w128", "w64"))))
     arms = find_arms(runs)

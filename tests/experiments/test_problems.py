@@ -13,7 +13,7 @@ from tiny import tiny_tokenizer
 
 from experiments.compose import parse
 from experiments.config import ConfigError, DataConfig, DataSource
-from experiments.data import dataset, problems, tasks
+from experiments.data import dataset, problems, records, tasks
 from experiments.data.problems import Problem, final_answer
 
 GYM = DataConfig("d", DataSource.reasoning_gym, ("gcd", "spell_backward"), num_train=40, num_test=12)
@@ -300,7 +300,7 @@ def test_hub_sets_are_read_by_subset_and_split(
     ],
 )
 def test_held_out_names_have_four_parts(name: str, parts: tuple[str, str, str, str]) -> None:
-    assert problems._parts(name) == parts  # revisions need the hub itself
+    assert records.parts(name) == parts  # revisions need the hub itself
 
 
 def test_malformed_row_of_the_hub_is_one_line(hub: Path) -> None:

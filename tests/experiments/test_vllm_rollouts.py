@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from experiments import adapters, models, store, vllm_rollouts
+from experiments import adapters, exports, models, store, vllm_rollouts
 from experiments.compose import parse
 from experiments.config import ConfigError, Sync, run_id
 from experiments.data import dataset
@@ -216,7 +216,7 @@ def test_a_number_used_before_answers_with_old_weights(pair: Pair) -> None:
     drawn = pair.sampler.sample(pair.prompts, HOW, seed=0)
     assert gap_nats(pair, drawn) < MAX_GAP_NATS
     pair.moved(0)
-    adapters.save_adapter(pair.model, pair.sampler._lora.lora_path)
+    exports.save_adapter(pair.model, pair.sampler._lora.lora_path)
     stale = pair.sampler.sample(pair.prompts, HOW, seed=0)
     assert stale == drawn and gap_nats(pair, stale) > 0.01
     pair.sampler.sync(pair.model, 1)

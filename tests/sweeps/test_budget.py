@@ -56,7 +56,7 @@ def test_rl_adds_the_samplers_copy_and_its_cache(tmp_path: Path) -> None:
 
 
 def test_micro_batches_shrink_what_depends_on_the_batch_alone(tmp_path: Path) -> None:
-    whole, small = memory(tmp_path, "method=full"), memory(tmp_path, "method=full", "launch.micro_batch_size=4")
+    whole, small = (memory(tmp_path, "method=full", f"launch.micro_batch_size={n}") for n in (0, 4))
     assert small.fixed == whole.fixed == pytest.approx(16 * 8_030_261_248)
     assert small.activations == pytest.approx(whole.activations * 4 / 128)
     assert small.logits == pytest.approx(whole.logits * 4 / 128)
@@ -64,11 +64,27 @@ def test_micro_batches_shrink_what_depends_on_the_batch_alone(tmp_path: Path) ->
 
 def test_finished_runs_cost_nothing_more(tmp_path: Path) -> None:
     study = budget.load_study("lr", "mini")
-    todo = {p.run_id for p in study.points}
-    before = budget.rows(study.points, study.launch, todo, tmp_path)
-    after = budget.rows(study.points, study.launch, {study.points[0].run_id}, tmp_path)
+    before = budget.rows(study.points, study.launch, budget.flops_of(study.points, tmp_path), tmp_path)
+    after = budget.rows(study.points, study.launch, budget.flops_of(study.points[:1], tmp_path), tmp_path)
     assert sum(row.num_todo for row in before) == 105 and [row.num_todo for row in after] == [1, 0, 0, 0, 0]
     assert after[0].flops == pytest.approx(before[0].flops / 21) and after[1].flops == 0
+
+
+def test_overview_counts_shared_runs_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert budget.main(["all", "--scale", "paper", f"launch.root={tmp_path}"]) == 0
+    lines = capsys.readouterr().out.strip().splitlines()
+    cells = {line.split()[0]: line for line in lines[-4:-1]}
+    assert set(cells) == {"early", "lr", "width"} and "figure 2" in cells["lr"] and " 147 " in cells["lr"]
+    studies = [budget.load_study(name, "paper") for name in cells]
+    once = {
+        p.run_id: f
+        for s in studies
+        for p, f in zip(s.points, budget.flops_of(s.points, tmp_path).values(), strict=True)
+    }
+    assert lines[-1].startswith(f"all studies: {len(once)} runs to do, each once; at most ")
+    assert len(once) < sum(len(study.points) for study in studies)
+    hours = float(lines[-1].split(" device-hours")[0].rsplit(" ", 1)[1].replace(",", ""))
+    assert hours == pytest.approx(sum(once.values()) / (0.4 * 989e12) / 3600, rel=0.01)
 
 
 def test_experts_that_rest_cost_no_flops(tmp_path: Path) -> None:
