@@ -164,7 +164,9 @@ def as_study(wanted: Searched, progress: Progress, width: float) -> SearchStudy:
     }
     settings = base.settings | {"extra": [*base.settings.get("extra", []), "search=adaptive"]}
     title = base.title.removesuffix(f" ({base.name})")
-    return SearchStudy(wanted.name, base.scale, title, base.figure, base.claims, settings, points, base.launch, record)
+    return SearchStudy(
+        wanted.name, base.scale, title, base.figure, base.claims, settings, points, base.launch, base.shows, record
+    )
 
 
 def _say(wanted: Searched, move: Move, progress: Progress, said: dict[str, tuple[str, str]]) -> None:
