@@ -1,0 +1,61 @@
+"""The benchmark's table and figure from made-up measurements."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis import bench
+
+
+def measured() -> dict[str, Any]:
+    def cost(wall: float, cpu: float) -> dict[str, Any]:
+        return {"wall_s": wall, "cpu_s": cpu, "peak_mib": 10.0, "nll": {}}
+
+    rounds = [{"b0": cost(b0, 20.0), "b2": cost(30.0, 50.0), "ours": cost(10.0, 20.0)} for b0 in (8.0, 10.0, 90.0)]
+    grid = [
+        {"width": 64, "tokens": tokens, "num_arms": num, "ranks": "16", "pack": num, "b_half": 50.0,
+         "plain_s": 0.02, "ours_s": 0.01, "ratio": 2.0, "peak_mib": 1.0}
+        for tokens in (32, 128) for num in (1, 4)
+    ]  # fmt: skip
+    share = {"width": 128, "rank": 8, "tokens": 512, "ours": 0.8, "peft": 1.1, "by_flops": 0.76}
+    steps = {"grid": grid, "mixed": [{"ranks": "1,4", "tokens": 128, "ratio": 0.8}], "ratio": [share]}
+    faster = {"grid": [row | {"ratio": 4.0} for row in grid]}
+    return {"study": "lr", "overrides": ["seed.init=0"], "num_runs": 35, "num_sampled": 5, "rounds": rounds,
+            "provenance": {"commit": "abc", "host": "mine", "user": "me"},
+            "steps": steps, "steps_per_core": [steps, faster]}  # fmt: skip
+
+
+def test_table_has_medians_and_a_sample_stands_for_all_runs() -> None:
+    lines = bench.table(measured())
+    assert "| B0: a process a run, TRL + PEFT | 70 | 140 | 10 | 7.00 | 7.00 |" in lines
+    assert "| B2: PEFT + AdamW, a process a core | 30 | 50 | 10 | 3.00 | 2.50 |" in lines
+    assert "| 64 | 32 | 4 | 4 | 50 | 0.0200 | 0.0100 | 2.00 | 3.00 |" in lines  # B2: the mean over the processes
+    assert "| 1,4 | 128 | 1.25 |" in lines
+
+
+def test_what_is_kept_names_no_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bench.json").write_text(json.dumps(measured()))
+    out = tmp_path / "out"
+    assert bench.main(["--from", str(tmp_path / "bench.json"), "--out", str(out)]) == 0
+    assert set(json.loads((out / "bench.json").read_text())["provenance"]) == set(bench.KEPT)
+    assert {p.name for p in out.iterdir()} == {"bench.json", "bench.md", "bench.png", "bench.svg", "bench.pdf"}
+    assert (out / "bench.md").read_text() == capsys.readouterr().out
+
+
+def test_missing_measurements_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["--from", str(tmp_path / "none.json")]) == 2
+    assert "make bench measures" in capsys.readouterr().err
+
+
+def test_readme_says_what_was_measured() -> None:
+    """The numbers in the README are those of the committed measurements."""
+    lines = (bench.TARGET / "bench.md").read_text().splitlines()
+    readme = " ".join((bench.TARGET.parents[2] / "README.md").read_text().split())
+    b0, b2 = (
+        next(line for line in lines if line.startswith(f"| {way}:")).split("|")[5].strip() for way in ("B0", "B2")
+    )
+    assert f"{float(b0):.1f} times faster; against plain PEFT" in readme and f"core, {float(b2):.1f} times" in readme
