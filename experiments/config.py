@@ -219,6 +219,7 @@ class LaunchConfig:
     engine: Engine = Engine.auto
     processes: int = 1  # that train one run together, one on each device (experiments/sharded.py)
     micro_batch_size: int = 0  # sequences that one process takes at a time; 0: its whole share of the batch
+    padding_free: bool = False  # a micro-batch as one row without padding, each sequence seeing itself alone
     checkpoint_every_s: float = 20.0
     workers: int = 0  # 0: as many as there are GPUs, or cores where there is none, for ``processes`` each
     wandb: bool = False

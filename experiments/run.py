@@ -52,12 +52,21 @@ def check(config: RunConfig, launch: LaunchConfig) -> None:
         sync_mode(config, launch)
     shapes = models.empty_model(config.model, Path(launch.root) / "cache")
     adapters.check_rank(shapes, config.method)
-    tied = shapes.config.get_text_config().tie_word_embeddings
-    if config.is_rl and launch.sampler is SamplerKind.vllm and tied and config.method.unembed:
-        raise ConfigError(
-            f"launch.sampler: 'vllm' is not allowed; {config.model.name} ties its unembedding to the embedding, and "
-            "vLLM would take the adapted one for both; take transformers or method.unembed=false"
-        )
+    if config.is_rl and launch.sampler is SamplerKind.vllm:
+        _check_engine(config, shapes.config.get_text_config())
+
+
+def _check_engine(config: RunConfig, shapes: Any) -> None:
+    """Refuse a model that vLLM would sample from with other weights than the trainer's. Raises ConfigError."""
+    import torch
+
+    reason = ""
+    if shapes.tie_word_embeddings and config.method.unembed:
+        reason = "ties its unembedding to the embedding, and vLLM would take the adapted one for both"
+    elif getattr(shapes, "num_experts", 0) and not torch.cuda.is_available():
+        reason = "has experts, whose weights vLLM repacks on a CPU and cannot load again"
+    if reason:
+        raise ConfigError(f"launch.sampler: 'vllm' is not allowed; {config.model.name} {reason}; take transformers")
 
 
 def execute(config: RunConfig, launch: LaunchConfig, progress: Any = None) -> dict[str, Any]:

@@ -62,13 +62,15 @@ class Trainer(SFTTrainer):
     ) -> Tensor:
         """Summed NLL over the tokens of the whole batch: micro-batches add up to the same number, those of several
         processes too, whose gradients are summed."""
-        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+        where = {"attention_mask": mask} if mask is not None else {"position_ids": inputs["position_ids"]}
+        real = mask if mask is not None else torch.ones_like(ids)
         # Of one process the model casts by itself, accelerate sees to it; of a sharded one it does not.
         with (
             torch.autocast(ids.device.type, torch.bfloat16, enabled=self.autocast and ranks.count() > 1),
-            self.experts.batch(mask),
+            self.experts.batch(real),
         ):
-            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            logits = model(input_ids=ids, use_cache=False, **where).logits
         nll_sum = token_nll_sum(logits, inputs["labels"])
         num_tokens = num_labelled(inputs["labels"]) if num_items_in_batch is None else num_items_in_batch
         self.batch_nll_sum += nll_sum.item() / float(num_tokens)
@@ -122,6 +124,7 @@ def train(config: RunConfig, launch: LaunchConfig, writer: Writer, progress: Pro
         args=trainer_arguments(config, launch, writer.scratch),
         train_dataset=data.train.select(order),
         processing_class=tokenizer,
+        data_collator=joined_rows if launch.padding_free else None,
         callbacks=[recorder],
     )
     trainer.remove_callback(PrinterCallback)
@@ -154,6 +157,11 @@ def train(config: RunConfig, launch: LaunchConfig, writer: Writer, progress: Pro
         "warnings": [said for said in [trainer.experts.warning()] if said],
         "time": {"total_s": time.monotonic() - begun, "eval_s": recorder.eval_s},
     }
+
+
+def joined_rows(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """A micro-batch without padding."""
+    return {name: torch.from_numpy(array) for name, array in dataset.joined(rows).items()}
 
 
 def trainer_arguments(config: RunConfig, launch: LaunchConfig, output: Path) -> SFTConfig:

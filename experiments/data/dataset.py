@@ -254,6 +254,20 @@ def order(num_examples: int, num_drawn: int, seed: int) -> np.ndarray:
     return np.concatenate([rng.permutation(num_examples) for _ in range(epochs)])[:num_drawn]
 
 
+def joined(rows: Sequence[dict]) -> dict[str, np.ndarray]:
+    """The rows end to end: input_ids, labels and position_ids, each (1, N) int64, the positions of each from 0.
+
+    From the positions and the absence of a mask, transformers tells the sequences apart: none attends to another.
+    A row's first token has no label, for what would predict it is the end of the row before.
+    """
+    labels = [[IGNORED, *row["labels"][1:]] for row in rows]
+    columns = {"input_ids": [row["input_ids"] for row in rows], "labels": labels,
+               "position_ids": [range(len(row["input_ids"])) for row in rows]}  # fmt: skip
+    return {
+        name: np.concatenate([np.asarray(v, dtype=np.int64) for v in values])[None] for name, values in columns.items()
+    }
+
+
 def pad(rows: Sequence[dict], pad_token_id: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Right-pad to the longest row. Returns input_ids, labels, attention_mask, each (B, T) int64."""
     longest = max(len(row["input_ids"]) for row in rows)

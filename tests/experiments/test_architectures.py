@@ -108,6 +108,16 @@ def test_adapted_tied_unembedding_is_not_given_to_vllm() -> None:
         run.check(*parse(["model=llama-3.2-1b", "method.unembed=true", *words]))
 
 
+def test_experts_are_not_given_to_vllm_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["model=qwen3-30b-a3b", "data=gsm8k", "optim.lr=1e-4", "optim.batch_size=2", "rl.group_size=2",
+             "rl.grader=math_verify", "method=lora", "launch.sampler=vllm"]  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"launch\.sampler: 'vllm' is not allowed; qwen3-30b-a3b has experts"):
+        run.check(*parse(words))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    run.check(*parse(words))
+
+
 def test_experts_share_the_rank_out() -> None:
     """Per rank 8 (active) or 128 (total): one of a fused 2 x 768 and one of 768, for each of 128 experts, 48 layers."""
     model, each = bare("Qwen/Qwen3-30B-A3B-Base"), 48 * 128 * ((2048 + 2 * 768) + (768 + 2048))
