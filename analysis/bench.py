@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (options.out / "bench.md").write_text("\n".join(table(found)) + "\n")
     if "steps" in found:
         style.use()
-        style.save(figure(found), options.out / "bench")
+        style.save(figure(found), options.out / "bench", formats=("png",))
     print("\n".join(table(found)))
     return 0
 

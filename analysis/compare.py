@@ -1,8 +1,8 @@
 """Do two sets of runs say the same? ``python -m analysis.compare --root runs``, or ``make compare``.
 
 Holds a store's runs (made by another engine, on another machine) against the committed reference: every run that both
-have, by its id, and every claim whose studies are whole in both. Prints the differences; returns 1 if a run ended
-otherwise or a verdict differs.
+have, by its id, and every claim whose studies are whole in both. Prints the differences, and with ``--out`` writes them
+and a table of the runs; returns 1 if a run ended otherwise or a verdict differs.
 """
 
 from __future__ import annotations
@@ -94,16 +94,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--scale", default="mini")
     parser.add_argument("--root", default="runs")
+    parser.add_argument("--out", type=Path, help="a folder for compare.md and compare.csv")
     options = parser.parse_args(arguments)
     try:
-        found = compare(from_reference(REFERENCE_DIR / options.scale), from_store(Path(options.root), options.scale))
+        ours = from_store(Path(options.root), options.scale)
+        found = compare(from_reference(REFERENCE_DIR / options.scale), ours)
     except store.StoreError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if found.table.empty:
         print(f"error: --root: {options.root} holds no run of the reference at scale {options.scale}", file=sys.stderr)
         return 2
-    print("\n".join(describe(found)))
+    lines = describe(found)
+    print("\n".join(lines))
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        commits = ours.provenance["commit"]
+        made = f"made at commit {commits if isinstance(commits, str) else ' and '.join(commits)}"
+        (options.out / "compare.md").write_text("\n".join(f"- {line.strip()}" for line in [*lines, made]) + "\n")
+        found.table[["run_id", "outcome_ours", "step_ours", f"{COLUMN}_ours", "difference"]].to_csv(
+            options.out / "compare.csv", index=False, float_format="%.9g"
+        )
     return int(bool(found.otherwise or found.changed))
 
 

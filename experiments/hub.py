@@ -20,8 +20,6 @@ from experiments.config import DataSource, ModelSource, RunConfig
 PINS = "pins.json"
 MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 """Of a model: configuration, tokenizer and weights; not the same weights in other formats."""
-
-
 HOW = "make prefetch SCALE=paper fetches what studies need, where there is a network"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 

@@ -9,9 +9,13 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+from experiments import hub
+from experiments.config import RunConfig, encode
 
 PROJECT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "numpy", "reasoning-gym")
@@ -65,3 +69,9 @@ def gpu_names() -> list[str]:
 def collect(**facts: Any) -> dict[str, Any]:
     """The provenance record of this process, with ``facts`` about the run added."""
     return {**_fixed(), "gpus": gpu_names(), "time_unix_s": time.time(), **facts}
+
+
+def of_run(config: RunConfig, engine: Mapping[str, Any]) -> dict[str, Any]:
+    """The provenance record of a run: its configuration, what trains it, and which commits of the hub it reads."""
+    pinned = {str(piece): hub.commit(piece) for piece in sorted(hub.pieces(config))}
+    return collect(config=encode(config), engine=dict(engine), hub=pinned)

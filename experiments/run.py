@@ -75,7 +75,7 @@ def execute(config: RunConfig, launch: LaunchConfig, progress: Any = None) -> di
     Raises claim.Busy if another process writes it, ConfigError and StoreError for bad input,
     recorder.Interrupted after a requested stop. Any other exception is recorded in failure.json first.
     """
-    from experiments import engines, failures, hub, models, provenance, recorder, tracking
+    from experiments import engines, failures, models, provenance, recorder, tracking
 
     root = store.ensure_root(Path(launch.root))
     notes: tuple[str, ...] = ()
@@ -92,9 +92,8 @@ def execute(config: RunConfig, launch: LaunchConfig, progress: Any = None) -> di
         try:
             with tracking.tracker(config, launch) as tracker:
                 writer.mirrors.append(tracker.log)
-                facts = {"config": encode(config), "engine": {"name": "trl", "processes": launch.processes},
-                         "hub": {str(piece): hub.commit(piece) for piece in sorted(hub.pieces(config))}}  # fmt: skip
-                writer.write("provenance.json", provenance.collect(**facts))
+                engine = {"name": "trl", "processes": launch.processes}
+                writer.write("provenance.json", provenance.of_run(config, engine))
                 summary = _flow(config, launch)(config, launch, writer, progress or recorder.Progress())
         except BaseException as error:
             raise failures.recorded(error, writer) from error.__cause__

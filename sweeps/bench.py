@@ -8,8 +8,8 @@ The same sweep, interleaved round by round on this machine, whole commands from 
 - ``ours``: ``make sweep-<study>``, with its records, checkpoints and figures.
 
 and single steps against the same (``experiments.bench.steps``), alone (B1) and one process per core (B2). Writes
-``bench.json`` into ``--out``; ``python -m analysis.bench`` makes the table and the figure of it. The held-out NLL that
-each way ends with is kept too: what they compare must be the same runs.
+``bench.json`` into ``--out`` after each round; ``python -m analysis.bench --from FILE`` publishes it. The held-out NLL
+that each way ends with is kept too: what they compare must be the same runs.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import contextlib
 import json
 import os
 import queue
-import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from experiments import provenance, store
-from experiments.config import RunConfig, encode
+from experiments.config import ConfigError, RunConfig, encode
 from experiments.worker import ENVIRONMENT
 from sweeps.display import clock, warn
 from sweeps.grid import load_study
@@ -61,8 +61,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-steps", action="store_true", help="leave the single steps out")
     parser.add_argument("words", nargs="*", metavar="OVERRIDE", help="of every run, e.g. seed.init=0 seed.data=0")
     options = parser.parse_args(arguments)
-    options.out.mkdir(parents=True, exist_ok=True)
-    configs = [point.config for point in load_study(options.study, "mini", options.words).points]
+    try:
+        configs = [point.config for point in load_study(options.study, "mini", options.words).points]
+        options.out.mkdir(parents=True, exist_ok=True)
+        run(configs, options)
+    except (ConfigError, OSError, Broken) as error:
+        warn(f"error: {error}")
+        return 2
+    return 0
+
+
+class Broken(Exception):
+    """One of the compared commands failed: there is nothing to compare."""
+
+
+def run(configs: Sequence[RunConfig], options: argparse.Namespace) -> None:
+    """All rounds, then the single steps; what is measured is written after each."""
     ways: dict[str, Callable[[], Cost]] = {
         "b0": lambda: one_process_each(configs[::SAMPLE]),
         "b2": lambda: one_process_per_core(configs),
@@ -85,7 +99,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found["steps"] = steps(1)[0]
         found["steps_per_core"] = steps(os.cpu_count() or 1)
         store.write_json(options.out / "bench.json", found)
-    return 0
 
 
 def one_process_each(configs: Sequence[RunConfig]) -> Cost:
@@ -120,11 +133,8 @@ def one_process_per_core(configs: Sequence[RunConfig]) -> Cost:
 
     with measured(total) as running:
         running += [_plain("peft", {**os.environ, **ENVIRONMENT}) for _ in range(os.cpu_count() or 1)]
-        feeders = [threading.Thread(target=feed, args=(child,)) for child in running]
-        for feeder in feeders:
-            feeder.start()
-        for feeder in feeders:
-            feeder.join()
+        with ThreadPoolExecutor(len(running)) as feeders:
+            list(feeders.map(feed, running))  # raises what a feeder raised
     return total
 
 
@@ -138,7 +148,7 @@ def whole_command(study: str, words: Sequence[str]) -> Cost:
                                             text=True))  # fmt: skip
             _, errors = running[0].communicate()
         if running[0].returncode:
-            raise RuntimeError(f"{' '.join(command)} failed: {errors[-2000:]}")
+            raise Broken(f"{' '.join(command)} failed: {errors.strip().splitlines()[-1]}")
         for summary in Path(root).glob("*/summary.json"):
             total.nll[summary.parent.name] = store.read_json(summary)["metrics"]["test/nll_nats"]
     return total
@@ -153,15 +163,10 @@ def steps(num: int) -> list[dict]:
                          env={**os.environ, **ENVIRONMENT})
         for _ in range(num)
     ]  # fmt: skip
-    return [json.loads(child.communicate()[0]) for child in children]
-
-
-def ratios(rounds: Sequence[dict], scale: float) -> dict[str, float]:
-    """Median over rounds of what B0 (its sample times ``scale``) and B2 take over what we take."""
-    return {
-        "b0": statistics.median(scale * r["b0"]["wall_s"] / r["ours"]["wall_s"] for r in rounds),
-        "b2": statistics.median(r["b2"]["wall_s"] / r["ours"]["wall_s"] for r in rounds),
-    }
+    found = [child.communicate()[0] for child in children]
+    if any(child.returncode for child in children):
+        raise Broken(f"{' '.join(command[1:])} failed; run it by hand to see why")
+    return [json.loads(out) for out in found]
 
 
 def _plain(how: str, environment: dict[str, str]) -> subprocess.Popen[str]:
@@ -174,7 +179,7 @@ def _take(out: str, total: Cost) -> None:
     """The NLL of a run from what its process printed: the last line that is ours."""
     lines = [line for line in out.splitlines() if line.startswith('{"run_id"')]
     if not lines:
-        raise RuntimeError("a baseline's process ended without a result; run it by hand to see why")
+        raise Broken("a baseline's process ended without a result; run it by hand to see why")
     result = json.loads(lines[-1])
     total.nll[result["run_id"]] = result["test/nll_nats"]
 

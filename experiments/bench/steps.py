@@ -1,6 +1,6 @@
 """Training steps timed: K arms packed, as wide as pays, against the same arms one by one with PEFT and torch's AdamW.
 
-``python -m experiments.bench.steps [--out FILE] [--part grid|mixed|ratio]``, one thread. A step is a forward and a
+``python -m experiments.bench.steps [--part grid|mixed|ratio]``, one thread, prints JSON. A step is a forward and a
 backward pass and an AdamW step of every arm on its own batch, in fp32; every token carries loss, sequences are equally
 long, so that neither the engine's head on labelled tokens only nor its rows without padding helps. Both sides are timed
 in turn within each round. Times are the medians of the rounds, ratios the median of the rounds' ratios.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 
 from analysis import compare
@@ -59,3 +61,28 @@ def test_study_that_is_not_whole_is_not_judged(reference: Results) -> None:
     run = reference.studies["lr"]["run_ids"][0]
     outcomes = reference.outcomes[reference.outcomes["run_id"] != run]
     assert "C5" not in compare.compare(reference, replace(reference, outcomes=outcomes)).verdicts
+
+
+def test_readme_says_what_the_engines_differ_by(reference: Results) -> None:
+    """From the committed results of the other engine's runs; what they come to is computed again."""
+    theirs = pd.read_csv(REFERENCE_DIR / "mini" / "compare.csv")
+    both = reference.points.merge(reference.outcomes, on="run_id").merge(theirs, on="run_id")
+    alike = (both["outcome"] == both["outcome_ours"]) & (both["step"] == both["step_ours"])
+    difference = (both[f"{compare.COLUMN}_ours"] - both[compare.COLUMN]).where(
+        (both["outcome"] == "finished") & (both["outcome_ours"] == "finished")
+    )
+    assert difference.to_numpy() == pytest.approx(both["difference"].to_numpy(), abs=1e-7, nan_ok=True)
+    lines = (REFERENCE_DIR / "mini" / "compare.md").read_text()
+    readme = " ".join((REFERENCE_DIR.parents[1] / "README.md").read_text().split())
+    half, nine = (
+        f"{float(found):.1e}".replace("e-0", "e-")
+        for found in re.findall(r"best .* 50 %: (\S+), 90 %: (\S+),", lines)[0]
+    )
+    judged, differ = map(int, re.findall(r"(\d+) claims judged in both, (\d+) verdicts differ", lines)[0])
+    for said in (
+        f"All {len(both)} supervised runs made again by this engine: {alike.sum()} ended alike",
+        f"within {half} nats for half",
+        f"within {nine} for nine in ten",
+        f"Of {judged} verdicts on these studies {judged - differ} are the same",
+    ):
+        assert said in readme

@@ -247,3 +247,19 @@ def test_callable_reports_default_to_silence(tiny_overrides: list[str]) -> None:
     chosen = points(tiny_overrides, LORA[:1])
     train.execute(*chosen, Reports())
     assert store.state_of(directory(chosen[1], chosen[0][0])) == "done"
+
+
+def test_both_engines_leave_the_same_record(tiny_overrides: list[str], tiny_data: Path, tmp_path: Path) -> None:
+    """Every field of it, what was left out of the data too: nothing may get lost because a run was quick."""
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text(tiny_data.read_text() + '{"prompt": "no completion"}\n')
+    words = [*tiny_overrides, "method=lora", "method.rank=2", f"data.path={broken}", "data.max_malformed=0.1"]
+    records = []
+    for engine in ("trl", "packed"):
+        root = tmp_path / engine
+        summary = run.execute(*parse([*words, f"launch.engine={engine}", f"launch.root={root}"]))
+        assert summary["num_malformed"] == 1 and "line 81" in summary["notes"][0]
+        provenance = store.read_json(root / summary["run_id"] / "provenance.json")
+        assert provenance["engine"]["name"] == engine
+        records.append((summary.keys(), summary["metrics"].keys(), provenance.keys()))
+    assert records[0] == records[1]
