@@ -35,13 +35,15 @@ def test_runs_held_against_themselves_differ_in_nothing(reference: Results) -> N
 
 
 @pytest.mark.usefixtures("few")
-def test_run_that_ended_otherwise_is_named(reference: Results) -> None:
+@pytest.mark.parametrize("change", [{"outcome": "diverged"}, {"step": 7}])
+def test_run_that_ended_otherwise_is_named(reference: Results, change: dict[str, object]) -> None:
     run = reference.outcomes.query("outcome == 'finished'")["run_id"].iloc[0]
     outcomes = reference.outcomes.copy()
-    outcomes.loc[outcomes["run_id"] == run, ["outcome", "step"]] = "diverged", 7
+    outcomes.loc[outcomes["run_id"] == run, list(change)] = list(change.values())
     found = compare.compare(reference, replace(reference, outcomes=outcomes))
     assert found.otherwise == [run] and run in "\n".join(compare.describe(found))
-    assert found.table.loc[found.table["run_id"] == run, "difference"].isna().all()  # a loss that counts for nothing
+    lost = found.table.loc[found.table["run_id"] == run, "difference"].isna().all()
+    assert lost == ("outcome" in change)  # a diverged run's loss counts for nothing
 
 
 @pytest.mark.usefixtures("few")
