@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -63,6 +64,21 @@ def test_study_that_is_not_whole_is_not_judged(reference: Results) -> None:
     run = reference.studies["lr"]["run_ids"][0]
     outcomes = reference.outcomes[reference.outcomes["run_id"] != run]
     assert "C5" not in compare.compare(reference, replace(reference, outcomes=outcomes)).verdicts
+
+
+@pytest.mark.usefixtures("few")
+def test_command_tells_by_its_exit_code(
+    reference: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compare, "from_store", lambda root, scale: ours)
+    ours = reference
+    assert compare.main(["--out", str(tmp_path)]) == 0 and "0 verdicts differ" in (tmp_path / "compare.md").read_text()
+    assert set(pd.read_csv(tmp_path / "compare.csv")["run_id"]) == set(reference.outcomes["run_id"])
+    ours = replace(reference, outcomes=reference.outcomes.assign(step=1))
+    assert compare.main([]) == 1
+    ours = replace(reference, outcomes=reference.outcomes.iloc[:0])
+    capsys.readouterr()
+    assert compare.main([]) == 2 and capsys.readouterr().err.count("\n") == 1
 
 
 def test_readme_says_what_the_engines_differ_by(reference: Results) -> None:
