@@ -29,10 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 all ended, 1 some failed, 2 bad input, 130 stopped by Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m sweeps.launch", description=__doc__)
     parser.add_argument("study", help=f"one of: {', '.join(known_studies())}")
-    parser.add_argument("--scale", default="mini", help="mini, smol or paper")
-    parser.add_argument("--cluster", default="auto", help="auto, local or a profile of conf/cluster")
-    parser.add_argument("--detach", action="store_true", help="submit to the cluster and do not wait")
-    parser.add_argument("--dry", action="store_true", help="print the runs and their cost, start nothing")
+    launch_options(parser)
     parser.add_argument("overrides", nargs="*", help="Hydra overrides for every run, e.g. optim.steps=50")
     options = parser.parse_intermixed_args(arguments)
     try:
@@ -46,6 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, StoreError, SlurmError) as error:
         warn(f"error: {error}")
         return 2
+
+
+def launch_options(parser: argparse.ArgumentParser) -> None:
+    """What every command that launches runs can be told."""
+    parser.add_argument("--scale", default="mini", help="mini, smol or paper")
+    parser.add_argument("--cluster", default="auto", help="auto, local or a profile of conf/cluster")
+    parser.add_argument("--detach", action="store_true", help="submit to the cluster and do not wait")
+    parser.add_argument("--dry", action="store_true", help="print the runs and their cost, start nothing")
 
 
 def launch(

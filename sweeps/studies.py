@@ -18,7 +18,7 @@ from slurm.client import SlurmError
 from slurm.cluster import choose
 from sweeps.display import warn
 from sweeps.grid import Point, Study, known_studies, load_study
-from sweeps.launch import launch
+from sweeps.launch import launch, launch_options
 from sweeps.plan import print_plan
 
 
@@ -27,10 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m sweeps.studies", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("words", nargs="*", metavar="STUDY", help=f"of: {', '.join(supervised())}; then overrides")
-    parser.add_argument("--scale", default="mini", help="mini, smol or paper")
-    parser.add_argument("--cluster", default="auto", help="auto, local or a profile of conf/cluster")
-    parser.add_argument("--detach", action="store_true", help="submit to the cluster and do not wait")
-    parser.add_argument("--dry", action="store_true", help="print the runs and their cost, start nothing")
+    launch_options(parser)
     options = parser.parse_intermixed_args(arguments)
     names = [word for word in options.words if "=" not in word] or supervised()
     overrides = [word for word in options.words if "=" in word]

@@ -26,7 +26,7 @@ from slurm.client import SlurmError
 from slurm.cluster import Cluster, choose
 from sweeps.display import warn
 from sweeps.grid import Study, known_studies, load_study
-from sweeps.launch import launch
+from sweeps.launch import launch, launch_options
 from sweeps.plan import find, print_plan
 from sweeps.search.arms import Searched, finished, searched
 from sweeps.search.propose import WIDTH, Move, propose
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m sweeps.search.launch", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("study", help=f"one of: {', '.join(known_studies())}")
-    parser.add_argument("--scale", default="mini", help="mini, smol or paper")
+    launch_options(parser)
     parser.add_argument("--search", default="adaptive", help="adaptive is the only kind there is")
     parser.add_argument("--width", type=float, default=None, metavar="F",
                         help="intervals [x / F, x * F] of the ratio are narrow enough (of LR* in a study without a "
@@ -71,9 +71,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="RUNS",
         help="no round begins that would bring the search above this; default: as the grid has",
     )
-    parser.add_argument("--cluster", default="auto", help="auto, local or a profile of conf/cluster")
-    parser.add_argument("--detach", action="store_true", help="submit this round to the cluster and do not wait")
-    parser.add_argument("--dry", action="store_true", help="print the next round's runs and their cost, start nothing")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides for every run, e.g. optim.steps=50")
     options = parser.parse_intermixed_args(arguments)
     try:
