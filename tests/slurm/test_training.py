@@ -102,8 +102,11 @@ def test_interrupted_training_ends_with_the_same_bytes(
     harmed = threading.Event()
 
     def harm() -> None:
-        while not list(root.glob("*/checkpoints/*/SOUND.json")):
+        run = "*"
+        while not list(root.glob(f"{run}/checkpoints/*/SOUND.json")):
             time.sleep(0.1)
+            for entry in Ledger(root).entries():
+                run = entry.tasks[0][0]  # the one that is harmed: another's checkpoint would not help it
         job = Ledger(root).entries()[0].job_id
         if fault == "requeue":
             cluster.sh("scontrol", "requeue", f"{job}_0")
