@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from single import Base, batches, packed_losses, row_of, single_losses
+from single import Base, batches, gradient_of, packed_losses, single_losses
 
 from experiments.config import RunConfig, run_id
 from experiments.packed.pack import Arm, Pack
@@ -98,4 +98,4 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(llama: Base) -> None
     parts = sum(split.accumulate(lay_out([half]), rows.num_tokens) for half in halves)
     torch.testing.assert_close(parts, loss)
     name = whole.arms[0]
-    torch.testing.assert_close(row_of(split, split.grads, name), row_of(whole, whole.grads, name), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(gradient_of(split, name), gradient_of(whole, name), rtol=1e-4, atol=1e-6)
