@@ -87,12 +87,13 @@ def test_arms_that_accumulate_are_as_if_alone(llama: Base, form: str) -> None:
             assert torch.equal(getattr(mine, part), getattr(alone, part)), (name, part)
 
 
-def test_accumulated_gradients_are_those_of_the_whole_batch(llama: Base) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_accumulated_gradients_are_those_of_the_whole_batch(llama: Base, form: str) -> None:
     """Micro-steps of unequal numbers of tokens, divided by the tokens of the whole batch."""
     (batch,) = batches(1)
     halves = [batch[:1], batch[1:]]
-    configs = [llama.run(4)]
-    whole, split = (Pack(llama.decoder, [llama.arm(config, moved=0.05) for config in configs]) for _ in range(2))
+    config = llama.run(RANKS[form][0])
+    whole, split = (Pack(llama.decoder, [llama.arm(config, moved=0.05)], form == "merged") for _ in range(2))
     rows = lay_out([batch])
     loss = whole.accumulate(rows, rows.num_tokens)
     parts = sum(split.accumulate(lay_out([half]), rows.num_tokens) for half in halves)
