@@ -12,6 +12,7 @@ SOURCE ?=
 SEARCH ?=
 SEARCH_WIDTH ?=
 SEARCH_BUDGET ?=
+STYLE ?=
 JOBS ?= 2
 PYTHON ?= python3
 PY := .venv/bin/python
@@ -22,7 +23,7 @@ PIP_VLLM = $(PY_VLLM) -m pip install -qq -c constraints-vllm.txt
 export OMP_NUM_THREADS ?= 1
 SEARCHED = $(SEARCH:%=--search %) $(SEARCH_WIDTH:%=--width %) $(SEARCH_BUDGET:%=--budget %)
 LAUNCH = $(PY) -m sweeps$(if $(SEARCH),.search).launch $* $(SEARCHED) --scale $(SCALE) --cluster $(CLUSTER) $(if $(DETACH),--detach) launch.root=$(ROOT) $(ARGS)
-DRAW = $(PY) -m analysis.figures --root $(ROOT)
+DRAW = $(PY) -m analysis.figures --root $(ROOT) $(STYLE:%=--style %)
 
 help: ## list the targets
 	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -74,7 +75,7 @@ cancel: $(READY) ## cancel the jobs of a study on a cluster: make cancel STUDY=l
 collect: $(READY) ## what became of each unfinished run of a study on a cluster: make collect STUDY=lr
 	@$(PY) -m slurm.collect $(STUDY) --scale $(SCALE) --root $(ROOT)
 
-figures: $(READY) ## redraw all figures from the store alone
+figures: $(READY) ## redraw all figures from the store alone; STYLE=paper: one column wide, PDF and SVG, captions as text
 	@$(DRAW)
 
 reference: $(READY) ## publish the finished studies into analysis/reference and the README
