@@ -90,6 +90,7 @@ def test_module_is_one_a_person_can_hold(path: Path) -> None:
     [
         "analysis",
         "analysis.figures.__main__",
+        "analysis.live.__main__",
         "analysis.report.__main__",
         "analysis.verdict",
         "sweeps.launch",

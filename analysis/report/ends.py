@@ -113,9 +113,9 @@ def cost(outcomes: pd.DataFrame, curves: pd.DataFrame, points: pd.DataFrame) -> 
         facts.append(("episodes sampled", f"{episodes:,}"))
     if "metric.time.total_s" in outcomes:
         total_s = float(outcomes["metric.time.total_s"].sum())
-        facts.append(("time in runs", hours(total_s)))
+        facts.append(("time in runs", duration(total_s)))
         if "metric.time.eval_s" in outcomes:
-            facts.append(("of which evaluation", hours(float(outcomes["metric.time.eval_s"].sum()))))
+            facts.append(("of which evaluation", duration(float(outcomes["metric.time.eval_s"].sum()))))
     return facts
 
 
@@ -144,7 +144,7 @@ def flops_table(results: Results) -> Table | None:
     return Table("flops", caption, columns, tuple(rows)) if rows else None
 
 
-def hours(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """``2 h 05 min``, ``4 min 10 s`` or ``12.3 s``."""
     if seconds < 60:
         return f"{seconds:.1f} s"
