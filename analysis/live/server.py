@@ -74,7 +74,6 @@ class Handler(BaseHTTPRequestHandler):
     """Answers GET, for this machine's own names only (a page of another site cannot ask under its name)."""
 
     server: Server
-    protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)

@@ -161,7 +161,8 @@ def panel(title: str, runs: Sequence[Run], colours: dict[str, str]) -> Panel | N
     height = (high - low) or 1e-3
 
     def x(step: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * (math.log(step / first) / math.log(last / first) if last > first else 0.5)
+        along = math.log(step / first) / math.log(last / first) if last > first else 0.5
+        return LEFT + (WIDTH - LEFT - RIGHT) * along
 
     def y(value: float) -> float:  # what lies above (a loss that diverges) runs along the top
         return TOP + (HEIGHT - TOP - BOTTOM) * (1 - min(1.0, (value - low) / height))
