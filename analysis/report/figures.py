@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis import style
@@ -76,16 +77,18 @@ def picture(figure: Figure) -> tuple[str, int, int]:
 
 def words(figure: Figure) -> str:
     """What is drawn against what, and for which arms, for a reader who does not see it."""
-    panels = [axes for axes in figure.axes if axes.get_ylabel() or axes.get_xlabel() or axes.get_title(loc="left")]
-    axes_said = dict.fromkeys(_axes_said(axes.get_ylabel(), axes.get_xlabel()) for axes in panels)
+    said = [text for text in map(_axes_said, figure.axes) if text]
     legends = [*figure.legends, *filter(None, (axes.get_legend() for axes in figure.axes))]
     shown = dict.fromkeys(text.get_text() for legend in legends for text in legend.get_texts())
-    many = f"{len(panels)} panels: " if len(panels) > 1 else ""
-    return " ".join(f"{many}{'; '.join(filter(None, axes_said))}. Shown: {', '.join(shown)}.".split())
+    many = f"{len(said)} panels: " if len(said) > 1 else ""
+    return " ".join(f"{many}{'; '.join(dict.fromkeys(said))}. Shown: {'; '.join(shown)}.".split())
 
 
-def _axes_said(y: str, x: str) -> str:
-    return f"{y} against {x}" if x and y else y or x
+def _axes_said(axes: Axes) -> str:
+    x, y, title = axes.get_xlabel(), axes.get_ylabel(), axes.get_title(loc="left") or axes.get_title()
+    if x and title and not y:  # titled with what it shows, or a row for each arm
+        return f"{title}, along {x}"
+    return (f"{title}: " if title else "") + " against ".join(filter(None, (y, x)))
 
 
 def runs_behind(study: StudyRuns) -> pd.DataFrame:

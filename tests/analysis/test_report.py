@@ -63,7 +63,7 @@ def test_report_has_every_committed_figure_with_n_interval_and_scale(report: Rep
     for figure in figures:
         assert re.search(r"\bn = \d", figure.note) and "mini scale" in figure.what
         assert re.search("interval|lowest (and|to) highest seed|SD|one mark per seed", figure.note)
-        assert "against" in figure.alt and re.search("Shown: .+, .+", figure.alt)
+        assert re.search("(against|along) .*Shown: .+; .+", figure.alt)
 
 
 def test_report_figure_downloads_hold_the_rows_of_the_figure(report: Report, results: Results) -> None:
