@@ -2,7 +2,7 @@
 # Options:  SCALE=mini|smol|paper  CLUSTER=auto|local|<profile of conf/cluster>  DRY=1  DETACH=1  ARGS='optim.steps=50 ...'
 #           SEARCH=adaptive [SEARCH_WIDTH=1.3] [SEARCH_BUDGET=60] searches the LRs of a study instead of running its grid
 .DEFAULT_GOAL := help
-.PHONY: help setup sweep-% plan-% sweep-rl studies exact verdict report serve compare bench status cancel collect figures bases smol vllm reference lint type test test-vllm test-slurm bench-search prefetch table-params
+.PHONY: help setup sweep-% plan-% sweep-rl studies exact verdict report serve compare bench bench-studies status cancel collect figures bases smol vllm reference lint type test test-vllm test-slurm bench-search prefetch table-params
 
 SCALE ?= mini
 CLUSTER ?= auto
@@ -93,6 +93,10 @@ bench-search: $(READY) ## replay the LR search on the reference results: steps a
 
 bench: $(READY) ## time a sweep against plain TRL and PEFT, and steps: half an hour on a quiet machine; table and figure
 	@$(PY) -m sweeps.bench --out $(ROOT)/bench $(or $(ARGS),seed.init=0 seed.data=0)
+	@$(PY) -m analysis.bench --from $(ROOT)/bench/bench.json --out $(ROOT)/bench
+
+bench-studies: $(READY) ## time make studies against plain PEFT making every plotted point a run of its own: an hour; adds to make bench's table
+	@$(PY) -m sweeps.bench_studies --out $(ROOT)/bench
 	@$(PY) -m analysis.bench --from $(ROOT)/bench/bench.json --out $(ROOT)/bench
 
 bases: $(READY) ## train the mini base models that the repository ships (hours)

@@ -36,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except store.StoreError as error:
         print(f"error: --from: {error}; make bench measures", file=sys.stderr)
         return 2
-    found["provenance"] = {key: found["provenance"].get(key) for key in KEPT}
+    for measured in (found, found.get("studies", {})):
+        if "provenance" in measured:
+            measured["provenance"] = {key: measured["provenance"].get(key) for key in KEPT}
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "bench.json").write_text(json.dumps(found, indent=1) + "\n")
     (options.out / "bench.md").write_text("\n".join(table(found)) + "\n")
@@ -48,7 +50,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def table(found: Mapping[str, Any]) -> list[str]:
-    """Markdown lines: whole sweeps, then single steps."""
+    """Markdown lines: whole sweeps, then all studies, then single steps; whatever of these was measured."""
+    lines: list[str] = []
+    for part, measured in ((_sweep, "rounds"), (_studies, "studies"), (_steps, "steps")):
+        if measured in found:
+            lines += [*([""] if lines else []), *part(found)]
+    return lines
+
+
+def _sweep(found: Mapping[str, Any]) -> list[str]:
     rounds, scale = found["rounds"], found["num_runs"] / found["num_sampled"]
     runs, sampled, overrides = found["num_runs"], found["num_sampled"], " ".join(found["overrides"])
     lines = [
@@ -65,9 +75,26 @@ def table(found: Mapping[str, Any]) -> list[str]:
         cells += [f"{statistics.median(k * r[way][key] / r['ours'][key] for r in rounds):.2f}"
                   for key in ("wall_s", "cpu_s")]  # fmt: skip
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    if "steps" in found:
-        lines += ["", *_steps(found)]
     return lines
+
+
+def _studies(found: Mapping[str, Any]) -> list[str]:
+    studies = found["studies"]
+    scale = studies["num_runs"] / studies["num_sampled"]
+    b2, ours = (
+        {key: k * studies[way][key] for key in ("wall_s", "cpu_s")} for way, k in (("b2", scale), ("ours", 1.0))
+    )
+    return [
+        f"All supervised studies, once: every plotted point as a run of its own ({studies['num_runs']}, "
+        f"{studies['num_sampled']} of them timed) against `make studies` ({studies['num_ours']} runs"
+        f"{'' if studies['whole'] else '; stopped and continued, so its time is of the last part only'}).",
+        "",
+        "| way | wall, s | CPU, s | over ours, wall | over ours, CPU |",
+        "|---|---|---|---|---|",
+        f"| B2, each point a run | {b2['wall_s']:.0f} | {b2['cpu_s']:.0f} | {b2['wall_s'] / ours['wall_s']:.2f} | "
+        f"{b2['cpu_s'] / ours['cpu_s']:.2f} |",
+        f"| ours | {ours['wall_s']:.0f} | {ours['cpu_s']:.0f} | 1.00 | 1.00 |",
+    ]
 
 
 def _steps(found: Mapping[str, Any]) -> list[str]:

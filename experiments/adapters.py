@@ -260,7 +260,7 @@ def factor_norms(factors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float
         norms["A" if ".lora_A" in name else "B"].append(float(torch.linalg.eigvalsh(gram_RR)[-1].clamp(min=0)))
     if not norms["A"]:
         return {}
-    a, b = (torch.tensor(norms[factor]).sqrt() for factor in "AB")
+    a, b = (torch.tensor(norms[factor], dtype=torch.float64).sqrt() for factor in "AB")
     return {
         "adapter/norm_a_median": float(a.median()),
         "adapter/norm_b_median": float(b.median()),

@@ -63,6 +63,23 @@ def _composed(groups: tuple[str, ...]) -> DictConfig:
         return compose("config", overrides=list(groups))
 
 
+@lru_cache(maxsize=4096)
+def _section(groups: tuple[str, ...], name: str, words: tuple[str, ...]) -> Any:
+    """One section with its value overrides, as its dataclass: runs of a study share most of theirs."""
+    section = _composed(groups)[name].copy()
+    for override in map(_parsed, words):
+        key, value = override.key_or_group, override.value()
+        try:
+            OmegaConf.update(section, key.partition(".")[2], value, merge=True)
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{key}: {value!r} is not allowed; {_first_line(error)}") from None
+    try:
+        return OmegaConf.to_object(section)
+    except MissingMandatoryValue:
+        missing = f"{name}.{min(OmegaConf.missing_keys(section))}"
+        raise ConfigError(f"{missing}: no value given; set it, e.g. {missing}=1e-3") from None
+
+
 def parse(overrides: Sequence[str]) -> tuple[RunConfig, LaunchConfig]:
     """Compose one run from overrides in Hydra's grammar, e.g. ``["method=full", "optim.lr=1e-3"]``.
 
@@ -74,21 +91,16 @@ def parse(overrides: Sequence[str]) -> tuple[RunConfig, LaunchConfig]:
         raise ConfigError(f"override: {_first_line(error)}") from None
     groups = tuple(o.input_line or "" for o in parsed if _is_group(o))
     try:
-        config = _composed(groups).copy()
+        words: dict[str, list[str]] = {name: [] for name in _composed(groups)}
         for override in parsed:
             if not _is_group(override):
-                _set(config, override)
-        sections = OmegaConf.to_object(config)
-    except ConfigError:
-        raise
-    except MissingMandatoryValue:
-        missing = sorted(OmegaConf.missing_keys(config))
-        raise ConfigError(f"{missing[0]}: no value given; set it, e.g. {missing[0]}=1e-3") from None
+                _check(override, _fields(groups))
+                words[override.key_or_group.split(".")[0]].append(override.input_line or "")
+        sections = {name: _section(groups, name, tuple(own)) for name, own in words.items()}
     except MissingConfigException as error:
         raise ConfigError(_unknown_choice(groups, error)) from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_first_line(error)) from None
-    assert isinstance(sections, dict)
     launch = sections.pop("launch")
     return RunConfig(**sections), launch
 
@@ -140,10 +152,9 @@ def _is_group(override: Override) -> bool:
     return (CONF_DIR / override.key_or_group).is_dir()
 
 
-def _set(config: DictConfig, override: Override) -> None:
-    """Apply one value override; the typed schema refuses unknown fields and wrong types."""
+def _check(override: Override, allowed: Sequence[str]) -> None:
+    """Refuse what is no value of a field."""
     key = override.key_or_group
-    allowed = _fields(config)
     if override.is_sweep_override():
         raise ConfigError(
             f"{override.input_line}: several values; one run takes one (python -m experiments.run -m takes all)"
@@ -152,15 +163,12 @@ def _set(config: DictConfig, override: Override) -> None:
         near = difflib.get_close_matches(key, allowed, n=1)
         hint = f"did you mean {near[0]}?" if near else "allowed: " + ", ".join(allowed)
         raise ConfigError(f"{override.input_line}: {key!r} is not a field; {hint}")
-    value = override.value()
-    try:
-        OmegaConf.update(config, key, value, merge=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{key}: {value!r} is not allowed; {_first_line(error)}") from None
 
 
-def _fields(config: DictConfig) -> list[str]:
-    return [f"{section}.{name}" for section in config for name in config[section]]
+@lru_cache(maxsize=256)
+def _fields(groups: tuple[str, ...]) -> tuple[str, ...]:
+    config = _composed(groups)
+    return tuple(f"{section}.{name}" for section in config for name in config[section])
 
 
 def _first_line(error: BaseException) -> str:

@@ -87,6 +87,9 @@ def run(configs: Sequence[RunConfig], options: argparse.Namespace) -> None:
         "num_sampled": len(configs[::SAMPLE]), "cores": os.cpu_count(),
         "provenance": provenance.collect(config={}), "rounds": [],
     }  # fmt: skip
+    file = options.out / "bench.json"
+    if file.exists():  # what bench_studies measured stays
+        found |= {key: value for key, value in store.read_json(file).items() if key == "studies"}
     for number in range(options.rounds):
         costs = {}
         for name, way in ways.items():
@@ -94,11 +97,11 @@ def run(configs: Sequence[RunConfig], options: argparse.Namespace) -> None:
             warn(f"round {number + 1} of {options.rounds}: {name} {clock(costs[name].wall_s)}, "
                  f"CPU {clock(costs[name].cpu_s)}, {costs[name].peak_mib:.0f} MiB")  # fmt: skip
         found["rounds"].append({name: asdict(cost) for name, cost in costs.items()})
-        store.write_json(options.out / "bench.json", found)
+        store.write_json(file, found)
     if not options.no_steps:
         found["steps"] = steps(1)[0]
         found["steps_per_core"] = steps(os.cpu_count() or 1)
-        store.write_json(options.out / "bench.json", found)
+        store.write_json(file, found)
 
 
 def one_process_each(configs: Sequence[RunConfig]) -> Cost:

@@ -1,45 +1,51 @@
-"""AdamW over stacked parameters, every arm with its own settings and its own count of steps."""
+"""AdamW of one arm among others: torch's fused kernel on the arm's own tensors, with its own settings and steps."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
+class Settings(NamedTuple):
+    """Of one arm. ``max_grad_norm`` 0: no clipping."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    max_grad_norm: float
+
+
 @dataclass
-class Settings:
-    """One value per arm, (K, 1); ``lr`` and ``eps`` may differ between an arm's parameters, (K, P)."""
+class AdamW:
+    """An arm's parameters, gradients and moments: lists of contiguous tensors, views of those of its pack.
 
-    lr: Tensor
-    beta1: Tensor
-    beta2: Tensor
-    eps: Tensor
-    weight_decay: Tensor
-    max_grad_norm: Tensor  # 0: no clipping
-
-
-def grad_norms(grad: Tensor) -> Tensor:
-    """(K,) Euclidean norm of each arm's gradient (K, P), in fp32 or better."""
-    return torch.linalg.vector_norm(grad, dim=-1)
-
-
-def step_(theta: Tensor, m: Tensor, v: Tensor, grad: Tensor, num_steps: Tensor, settings: Settings) -> None:
-    """One step of every arm, in place (Loshchilov and Hutter 2019, algorithm 2), with torch's order of operations.
-
-    Args: theta, m, v, grad (K, P); num_steps (K, 1) counts this step too. Each arm's gradient is clipped to its
-    own norm first (torch's formula). ``grad`` is used up. Arms do not mix: one that is not finite stays alone.
+    An arm has a call of the kernel of its own, so that one which is not finite stays alone; it reads and writes
+    everything once, where a formula over all arms would do so at each of its dozen operations.
     """
-    s = settings
-    limit = s.max_grad_norm
-    if bool((limit > 0).any()):
-        factor = (limit / (grad_norms(grad)[:, None] + 1e-6)).clamp_(max=1.0)
-        grad.mul_(torch.where(limit > 0, factor, torch.ones_like(factor)))
-    if bool((s.weight_decay > 0).any()):
-        theta.mul_(1 - s.lr * s.weight_decay)
-    m.lerp_(grad, (1 - s.beta1).expand_as(grad))
-    v.mul_(s.beta2).addcmul_(grad.mul_((1 - s.beta2).sqrt()), grad)
-    step_size = s.lr / (1 - s.beta1**num_steps)
-    denominator = v.sqrt().div_((1 - s.beta2**num_steps).sqrt()).add_(s.eps)
-    theta.sub_(torch.div(m, denominator, out=denominator).mul_(step_size))
+
+    settings: Settings
+    theta: list[Tensor]
+    grad: list[Tensor]
+    m: list[Tensor]
+    v: list[Tensor]
+    num_steps: int
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step, in place (Loshchilov and Hutter 2019, algorithm 2). The gradient is clipped to its own norm
+        first (torch's formula), and is used up."""
+        lr, beta1, beta2, eps, weight_decay, max_grad_norm = self.settings
+        if max_grad_norm > 0:
+            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(self.grad)))
+            torch._foreach_mul_(self.grad, (max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
+        self.num_steps += 1
+        count = torch.tensor(float(self.num_steps), device=self.theta[0].device)
+        torch._fused_adamw_(
+            self.theta, self.grad, self.m, self.v, [], [count] * len(self.theta), lr=lr, beta1=beta1, beta2=beta2,
+            weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
+        )  # fmt: skip

@@ -9,7 +9,6 @@ S sequences per arm, T positions of the longest of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -46,29 +45,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 class _SwiGLU(Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         sigmoid = torch.sigmoid(gate)
         silu = sigmoid * gate
-        ctx.save_for_backward(gate_up, sigmoid, silu)
+        ctx.save_for_backward(up, sigmoid, silu)
         return silu * up
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         (grad,) = grads
-        gate_up, sigmoid, silu = ctx.saved_tensors
-        out = torch.empty_like(gate_up)
-        of_gate, of_up = out.chunk(2, dim=-1)
-        torch.mul(grad, silu, out=of_up)
+        up, sigmoid, silu = ctx.saved_tensors
         # silu' = sigmoid + silu (1 - sigmoid)
-        slope = torch.addcmul(silu, silu, sigmoid, value=-1).add_(sigmoid).mul_(gate_up.chunk(2, dim=-1)[1])
-        torch.mul(slope, grad, out=of_gate)
-        return out
+        slope = torch.addcmul(silu, silu, sigmoid, value=-1).add_(sigmoid)
+        return slope.mul_(up).mul_(grad), grad * silu
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up (Shazeer 2020, equation 6). gate_up (..., 2 F), the gates first. Returns (..., F)."""
-    return _SwiGLU.apply(gate_up)  # type: ignore[no-any-return]
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up (Shazeer 2020, equation 6), both (..., F)."""
+    return _SwiGLU.apply(gate, up)  # type: ignore[no-any-return]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -84,25 +78,24 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _ToGrid(Function):
-    """Rows to heads on the padded grid of sequences, queries and keys turned by their positions."""
+    """Rows to heads on the padded grid of sequences, turned by their positions where there are cos and sin."""
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, grid: Tensor, rows: Tensor, padding: Tensor, heads: tuple[int, int],
-                cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:  # fmt: skip
-        ctx.save_for_backward(rows, padding, cos, sin)
-        ctx.shape = qkv.shape
-        num_q, num_kv = heads
-        positions, size = cos.shape[0], 2 * cos.shape[-1]
-        cells = qkv.flatten(0, 1).index_select(0, grid).view(-1, positions, num_q + 2 * num_kv, size)
-        rotate(cells[:, :, : num_q + num_kv], cos, sin)
-        return tuple(part.transpose(1, 2) for part in cells.split((num_q, num_kv, num_kv), dim=2))
+    def forward(ctx: Any, x: Tensor, grid: Tensor, rows: Tensor, padding: Tensor, num_heads: int, positions: int,
+                turn: tuple[Tensor, Tensor] | None) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(rows, padding)
+        ctx.shape, ctx.turn = x.shape, turn
+        cells = x.flatten(0, 1).index_select(0, grid).view(-1, positions, num_heads, x.shape[-1] // num_heads)
+        return (rotate(cells, *turn) if turn else cells).transpose(1, 2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, padding, cos, sin = ctx.saved_tensors
-        turned = torch.cat([grad.transpose(1, 2) for grad in grads], dim=2)
-        rotate(turned[:, :, : -grads[2].shape[1]], cos, -sin)
-        out = turned.flatten(0, 1).flatten(1).index_select(0, rows).index_fill_(0, padding, 0.0)
+        rows, padding = ctx.saved_tensors
+        cells = grads[0].transpose(1, 2)
+        if ctx.turn:
+            cos, sin = ctx.turn
+            cells = rotate(cells.clone(memory_format=torch.contiguous_format), cos, -sin)
+        out = cells.flatten(0, 1).flatten(1).index_select(0, rows).index_fill_(0, padding, 0.0)
         return out.view(ctx.shape), *[None] * 6
 
 
@@ -120,76 +113,61 @@ class _FromGrid(Function):
         return grads[0].index_select(0, grid), None, None
 
 
-def attend(qkv: Tensor, grid: Tensor, cells: Tensor, padding: Tensor, heads: tuple[int, int], cos: Tensor,
-           sin: Tensor, read: Tensor | None = None) -> Tensor:  # fmt: skip
+def attend(q: Tensor, k: Tensor, v: Tensor, grid: Tensor, cells: Tensor, padding: Tensor, heads: tuple[int, int],
+           turn: tuple[Tensor, Tensor], read: Tensor | None = None) -> Tensor:  # fmt: skip
     """Causal self-attention within each sequence, scaled by d**-0.5.
 
     Args:
-        qkv: (K, n, (H + 2 H_kv) d) queries, keys and values of each row.
+        q, k, v: (K, n, H d) queries, (K, n, H_kv d) keys and values of each row.
         grid, cells, padding: where rows and cells of the grid are (see ``rows.Rows``). A sequence's cells without
             a token come after its tokens, so that causality hides them.
         heads: (H, H_kv).
-        cos, sin: (T, 1, d / 2).
+        turn: cos and sin of the positions, (T, 1, d / 2).
         read: (K m,) rows whose output is wanted; default: all.
     Returns: (K, n or m, H d).
     """
-    q, k, v = _ToGrid.apply(qkv, grid, cells, padding, heads, cos, sin)
-    found = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads[0] != heads[1])
+    positions = turn[0].shape[0]
+    parts = (q, heads[0], turn), (k, heads[1], turn), (v, heads[1], None)
+    on_grid = (_ToGrid.apply(x, grid, cells, padding, num, positions, by) for x, num, by in parts)
+    queries, keys, values = on_grid
+    found = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=heads[0] != heads[1])
     flat = found.transpose(1, 2).flatten(0, 1).flatten(1)
     out = _FromGrid.apply(flat, grid, cells) if read is None else flat.index_select(0, cells.index_select(0, read))
-    return out.view(qkv.shape[0], -1, out.shape[-1])
+    return out.view(q.shape[0], -1, out.shape[-1])
 
 
 class _Adapted(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, parts: tuple[int, ...],
+    def forward(ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: Tensor,
                 residual: Tensor | None) -> Tensor:  # fmt: skip
-        thin = torch.bmm(x, a.mT)
+        thin = torch.bmm(x, a.mT).mul_(scale)
+        ctx.save_for_backward(x, thin, weight, a, b, scale)
         wide = weight.mT.expand(x.shape[0], -1, -1)
-        ctx.save_for_backward(x, thin, weight, a, b)
-        ctx.parts = parts
         y = torch.bmm(x, wide) if residual is None else torch.baddbmm(residual, x, wide)
-        for y_part, thin_part, b_part in _by_part(parts, y, thin, b):
-            y_part.baddbmm_(thin_part, b_part)
-        return y
+        return y.baddbmm_(thin, b)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        x, thin, weight, a, b = ctx.saved_tensors
-        of_thin, of_b = torch.empty_like(thin), torch.empty_like(b)
-        for grad_part, of_thin_part, b_part in _by_part(ctx.parts, grad, of_thin, b):
-            of_thin_part.copy_(torch.bmm(grad_part, b_part.mT))
-        for grad_part, thin_part, of_b_part in _by_part(ctx.parts, grad, thin, of_b):
-            of_b_part.copy_(torch.bmm(thin_part.mT, grad_part))
+        x, thin, weight, a, b, scale = ctx.saved_tensors
+        of_thin = torch.bmm(grad, b.mT).mul_(scale)
         of_x = None
         if ctx.needs_input_grad[0]:
             of_x = torch.bmm(grad, weight.expand(x.shape[0], -1, -1)).baddbmm_(of_thin, a)
         of_residual = grad if ctx.needs_input_grad[5] else None
-        return of_x, None, torch.bmm(of_thin.mT, x), of_b, None, of_residual
-
-
-def _by_part(parts: tuple[int, ...], wide: Tensor, thin: Tensor, b: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The columns of each part of a fused matrix: of (K, n, o), of (K, n, p r) and of (K, r, o)."""
-    if len(parts) == 1:
-        yield wide, thin, b
-    else:
-        yield from zip(wide.split(parts, dim=-1), thin.split(b.shape[1], dim=-1), b.split(parts, dim=-1), strict=True)
+        return of_x, None, torch.bmm(of_thin.mT, x), torch.bmm(thin.mT, grad), None, of_residual
 
 
 class Factors(NamedTuple):
-    """LoRA on a matrix made of p fused ones: A (K, p r, i) one below the other, B^T (K, r, o) side by side.
-
-    B lies transposed, since products with it as it is take up to three times as long. ``parts``: outputs of each.
-    """
+    """LoRA of each arm: A (K, R, i), B^T (K, R, o), alpha / rank (K, 1, 1)."""
 
     a: Tensor
     b: Tensor
-    parts: tuple[int, ...]
+    scale: Tensor
 
 
 def linear(x: Tensor, weight: Tensor, factors: Factors | None = None, residual: Tensor | None = None) -> Tensor:
-    """residual + x W^T (+ x A^T B^T) for each arm (Hu et al. 2021, equation 3, the scale within A).
+    """residual + x W^T (+ s x A^T B^T) for each arm (Hu et al. 2021, equation 3, the scale on the thin product).
 
     Args: x (K, n, i); weight (o, i) shared by the arms and frozen, or (K, o, i).
     A product per arm and not one over all rows: an arm's numbers then do not depend on how many others there are.

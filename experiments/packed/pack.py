@@ -9,12 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from experiments.config import MethodKind, OptimConfig, RunConfig
+from experiments.config import MethodKind, RunConfig
 from experiments.packed import stacks
-from experiments.packed.adamw import Settings, step_
+from experiments.packed.adamw import AdamW, Settings
 from experiments.packed.decoder import Decoder, Weights
+from experiments.packed.ops import Factors
 from experiments.packed.rows import Rows
-from experiments.packed.stacks import FullLayout, Layout, LoRALayout
+from experiments.packed.stacks import FullLayout, Layout, LoRALayout, Stack
 
 
 @dataclass
@@ -79,50 +80,40 @@ class Pack:
         order: dict[tuple, list[Arm]] = {}
         for arm in arms:
             order.setdefault((arm.layout.rank, tuple(slot.name for slot in arm.layout.slots)), []).append(arm)
-        groups = [order[key] for key in sorted(order)]
-        self.members = [arm for group in groups for arm in group]
+        alike = [order[key] for key in sorted(order)]
+        self.members = [arm for group in alike for arm in group]
         self.is_full = self.members[0].is_full
         if any(arm.is_full != self.is_full for arm in self.members):
             raise ValueError("a pack holds full fine-tuning or LoRA, not both")
-        self.layouts = [group[0].layout for group in groups]
-        self.thetas, self.ms, self.vs = ([torch.stack([getattr(arm, which) for arm in group]) for group in groups]
-                                         for which in ("theta", "m", "v"))  # fmt: skip
-        self.scales = [self._column([arm.scale for arm in group])[..., None] for group in groups]
-        self.num_steps = [self._column([float(arm.num_steps) for arm in group]) for group in groups]
-        self.settings = [self._settings([arm.config.optim for arm in group]) for group in groups]
-        self.grads: list[Tensor | None] = [None] * len(groups)
+        self.stack = Stack([arm.layout for arm in self.members], self.members[0].theta)
+        self.scale = self.members[0].theta.new_tensor([arm.scale for arm in self.members])[:, None, None]
+        self.optimizers = [self._optimizer(k, arm) for k, arm in enumerate(self.members)]
+        self._groups = _groups(alike)
         self._weights = self._made()
 
     @property
     def arms(self) -> list[str]:
         return [arm.name for arm in self.members]
 
-    def _column(self, values: Sequence[float]) -> Tensor:
-        like = self.decoder.base["norm"]
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        return torch.tensor(values, dtype=dtype, device=like.device)[:, None]
-
-    def _settings(self, optims: Sequence[OptimConfig]) -> Settings:
-        names = ("lr", "beta1", "beta2", "eps", "weight_decay", "max_grad_norm")
-        return Settings(*(self._column([getattr(optim, name) for optim in optims]) for name in names))
+    def _optimizer(self, k: int, arm: Arm) -> AdamW:
+        stack, optim = self.stack, arm.config.optim
+        for of, row in ((stack.theta, arm.theta), (stack.m, arm.m), (stack.v, arm.v)):
+            stack.put(of, k, row)
+        settings = Settings(optim.lr, optim.beta1, optim.beta2, optim.eps, optim.weight_decay, optim.max_grad_norm)
+        theta, grad, m, v = (stack.views(of, k) for of in (stack.theta, stack.grad, stack.m, stack.v))
+        return AdamW(settings, theta, grad, m, v, arm.num_steps)
 
     def _made(self) -> Weights:
         """The weights of the forward pass; what carries gradients are its leaves."""
         if self.is_full:
-            (layout,) = self.layouts
-            assert isinstance(layout, FullLayout)
-            made = stacks.full_weights(self.decoder, layout, self.thetas[0])
-            for name, tensor in made.stacked.items():
-                made.stacked[name] = tensor.detach().requires_grad_()
-            return made
-        lora: list[LoRALayout] = self.layouts  # type: ignore[assignment]
+            return Weights(self.decoder.base, self.stack.leaves(), {})
         if self.merged:
-            stacked = stacks.merge(self.decoder, lora, self.thetas, self.scales)
-            return Weights(self.decoder.base, {n: t.requires_grad_() for n, t in stacked.items()}, {})
-        pairs = stacks.factors(self.decoder, lora, self.thetas, self.scales)
-        for leaf in (leaf for pair in pairs.values() for leaf in (pair.a, pair.b)):
-            leaf.requires_grad_()
-        return Weights(self.decoder.base, {}, pairs)
+            stacked = stacks.merge(self.decoder, self.stack, self._groups, self.scale)
+            return Weights(self.decoder.base, {name: t.requires_grad_() for name, t in stacked.items()}, {})
+        leaves = self.stack.leaves()
+        pairs = {part.name: (a.name, b.name) for _, layout in self._groups for part, a, b in layout.pairs()}
+        factors = {name: Factors(leaves[a], leaves[b], self.scale) for name, (a, b) in pairs.items()}
+        return Weights(self.decoder.base, {}, factors)
 
     def accumulate(self, rows: Rows, num_tokens: Tensor) -> Tensor:
         """Add the gradient of one micro-step; returns (K,) its summed NLL over ``num_tokens`` of the whole batch.
@@ -131,89 +122,57 @@ class Pack:
         """
         losses = self.decoder.nll(self._weights, rows) / num_tokens
         losses.sum().backward()
-        for g, grad in enumerate(self._pulled()):
-            before = self.grads[g]
-            self.grads[g] = grad if before is None else before.add_(grad)
-        return losses.detach()
-
-    @torch.no_grad()
-    def _pulled(self) -> list[Tensor]:
-        """Gradients of the leaves, brought to the rows; the leaves are cleared."""
-        made = self._weights
-        if self.is_full:
-            grad = torch.zeros_like(self.thetas[0])
-            view = stacks.full_weights(self.decoder, self.layouts[0], grad).stacked  # type: ignore[arg-type]
-            for name, leaf in made.stacked.items():
-                if leaf.grad is not None:
-                    view[name].copy_(leaf.grad)
-                    leaf.grad = None
-            return [grad]
-        lora: list[LoRALayout] = self.layouts  # type: ignore[assignment]
         if self.merged:
-            of_weights = {name: _taken(leaf) for name, leaf in made.stacked.items()}
-            return stacks.unmerge(of_weights, lora, self.thetas, self.scales)
-        of_factors = {n: pair._replace(a=_taken(pair.a), b=_taken(pair.b)) for n, pair in made.factors.items()}
-        return stacks.unfactor(self.decoder, of_factors, lora, self.thetas, self.scales)
+            of_weights = {name: _taken(leaf) for name, leaf in self._weights.stacked.items()}
+            stacks.unmerge(of_weights, self.stack, self._groups, self.scale)
+        return losses.detach()
 
     @torch.no_grad()
     def step(self, stepping: Sequence[bool] | None = None) -> None:
         """An AdamW step of the arms whose batch is complete (default: all); the others go on accumulating."""
-        first = 0
-        for g, theta in enumerate(self.thetas):
-            mine = [True] * len(theta) if stepping is None else stepping[first : first + len(theta)]
-            first += len(theta)
-            grad = self.grads[g]
-            assert grad is not None
-            if all(mine):
-                self.num_steps[g] += 1
-                step_(theta, self.ms[g], self.vs[g], grad, self.num_steps[g], self.settings[g])
-                self.grads[g] = None
-            elif any(mine):  # on a copy of their rows: nothing of the others is read or written
-                chosen = torch.tensor([k for k, is_on in enumerate(mine) if is_on])
-                self.num_steps[g][chosen] += 1
-                new_theta, m, v = theta[chosen], self.ms[g][chosen], self.vs[g][chosen]
-                settings = Settings(*(value[chosen] for value in vars(self.settings[g]).values()))
-                step_(new_theta, m, v, grad[chosen], self.num_steps[g][chosen], settings)
-                theta[chosen], self.ms[g][chosen], self.vs[g][chosen] = new_theta, m, v
-                grad[chosen] = 0.0
-        self._refresh()
-
-    @torch.no_grad()
-    def _refresh(self) -> None:
-        lora: list[LoRALayout] = self.layouts  # type: ignore[assignment]
-        if self.is_full:
-            return  # views
-        if self.merged:
-            stacks.merge(self.decoder, lora, self.thetas, self.scales, out=self._weights.stacked)
+        chosen = [one for k, one in enumerate(self.optimizers) if stepping is None or stepping[k]]
+        for optimizer in chosen:
+            optimizer.step()
+        if len(chosen) == len(self.optimizers):
+            self.stack.clear_gradients()
         else:
-            stacks.factors(self.decoder, lora, self.thetas, self.scales, out=self._weights.factors)
+            for optimizer in chosen:
+                torch._foreach_zero_(optimizer.grad)
+        self.refresh()
 
-    def _place(self, name: str) -> tuple[int, int]:
-        """(stack, row) of an arm."""
-        k = self.arms.index(name)
-        for g, theta in enumerate(self.thetas):
-            if k < len(theta):
-                return g, k
-            k -= len(theta)
-        raise KeyError(name)
+    def refresh(self) -> None:
+        """Bring the weights of the forward pass up to the parameters; only merged ones are not the parameters."""
+        if self.merged and not self.is_full:
+            stacks.merge(self.decoder, self.stack, self._groups, self.scale, out=self._weights.stacked)
 
     def take(self, name: str) -> Arm:
         """A copy of an arm's state as it stands."""
-        g, k = self._place(name)
-        arm = self.members[self.arms.index(name)]
-        return Arm(arm.name, arm.config, arm.layout, self.thetas[g][k].clone(), self.ms[g][k].clone(),
-                   self.vs[g][k].clone(), int(self.num_steps[g][k]))  # fmt: skip
+        k = self.arms.index(name)
+        theta, m, v = (self.stack.row(of, k) for of in (self.stack.theta, self.stack.m, self.stack.v))
+        arm = self.members[k]
+        return Arm(arm.name, arm.config, arm.layout, theta, m, v, self.optimizers[k].num_steps)
 
     @torch.no_grad()
     def weights_of(self, name: str) -> Weights:
         """An arm's weights for evaluation, merged."""
-        g, k = self._place(name)
-        theta, layout = self.thetas[g][k : k + 1], self.layouts[g]
+        k = self.arms.index(name)
+        layout = self.stack.layouts[k]
         if isinstance(layout, FullLayout):
-            return stacks.full_weights(self.decoder, layout, theta)
-        return Weights(
-            self.decoder.base, stacks.merge(self.decoder, [layout], [theta], [self.scales[g][k : k + 1]]), {}
-        )
+            return Weights(self.decoder.base, {n: t[k : k + 1] for n, t in self.stack.theta.items()}, {})
+        merged = stacks.merge(self.decoder, self.stack, [(slice(k, k + 1), layout)], self.scale)
+        return Weights(self.decoder.base, merged, {})
+
+
+def _groups(alike: Sequence[Sequence[Arm]]) -> list[stacks.Alike]:
+    """Where the arms that train the same lie; of LoRA only."""
+    found: list[stacks.Alike] = []
+    first = 0
+    for group in alike:
+        layout = group[0].layout
+        if isinstance(layout, LoRALayout):
+            found.append((slice(first, first + len(group)), layout))
+        first += len(group)
+    return found
 
 
 def _taken(leaf: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Arms of one shape, their trainable parameters stacked: (K, P), one row an arm.
+"""What arms train: each arm's parameters as a row (P,), and each parameter of all arms of a pack as one tensor.
 
-A stack says how its rows make the weights of the forward pass, and how a gradient on these weights comes back
-to the rows. LoRA arms have two forms, equal in exact arithmetic, told apart by cost: ``factored``, x W^T + x A^T B^T
-as PEFT computes it, and ``merged``, x (W + B A)^T, whose cost per token does not depend on the rank.
+A row is how an arm lies outside of a pack (``arms``), a ``Stack`` how it lies inside. LoRA arms have two forms,
+equal in exact arithmetic, told apart by cost: ``factored``, x W^T + x A^T B^T as PEFT computes it, and ``merged``,
+x (W + B A)^T, whose cost per token does not depend on the rank.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from experiments.packed.decoder import Decoder, Part, Weights
-from experiments.packed.ops import Factors
+from experiments.packed.decoder import Decoder, Part
 
 ALIGN = 32
-"""Parameters per row are a multiple of this, for the reason of ``rows.MULTIPLE``."""
+"""Tensors of a stack begin at multiples of this many numbers."""
 LEAST_RANK = 8
 """Smaller ranks are padded to this in the factored form. It takes no longer, and keeps away from the products of a
 matrix with a vector, which a lone arm of rank 1 would get from another kernel, rounding otherwise, than a pack."""
@@ -32,6 +31,7 @@ class Slot:
     part: Part
     at: int
     shape: tuple[int, ...]
+    transposed: bool = False  # how it lies in a stack: B as B^T, since products with B take up to three times as long
 
     @property
     def size(self) -> int:
@@ -42,12 +42,8 @@ class Slot:
         return rows[:, self.at : self.at + self.size].unflatten(1, self.shape)
 
 
-def _row_length(slots: Sequence[Slot]) -> int:
-    return -(-(slots[-1].at + slots[-1].size) // ALIGN) * ALIGN
-
-
 class FullLayout:
-    """Full fine-tuning: every parameter of the base model, fused ones next to each other."""
+    """Full fine-tuning: every parameter of the base model."""
 
     rank = 0
 
@@ -56,14 +52,7 @@ class FullLayout:
         for part in parts:
             self.slots.append(Slot(part.name, part, at, part.shape))
             at += math.prod(part.shape)
-        self.length = _row_length(self.slots)
-
-    def fused(self) -> Iterator[tuple[str, int, tuple[int, ...]]]:
-        """(fused name, start in the row, shape) of each fused parameter."""
-        names = list(dict.fromkeys(slot.part.fused for slot in self.slots))
-        for name in names:
-            mine = [slot for slot in self.slots if slot.part.fused == name]
-            yield name, mine[0].at, (sum(slot.shape[0] for slot in mine), *mine[0].shape[1:])
+        self.length = at
 
 
 class LoRALayout:
@@ -75,9 +64,10 @@ class LoRALayout:
             if part.name.removesuffix(".weight") in adapted:
                 o, i = part.shape
                 for factor, shape in (("lora_A", (rank, i)), ("lora_B", (o, rank))):
-                    self.slots.append(Slot(f"{part.name.removesuffix('.weight')}.{factor}", part, at, shape))
+                    name = f"{part.name.removesuffix('.weight')}.{factor}"
+                    self.slots.append(Slot(name, part, at, shape, transposed=factor == "lora_B"))
                     at += math.prod(shape)
-        self.length = _row_length(self.slots)
+        self.length = at
 
     def pairs(self) -> Iterator[tuple[Part, Slot, Slot]]:
         """(matrix, A, B) of every adapted matrix."""
@@ -88,100 +78,105 @@ class LoRALayout:
 Layout = FullLayout | LoRALayout
 
 
-def full_weights(decoder: Decoder, layout: FullLayout, theta: Tensor) -> Weights:
-    """Views of ``theta`` (K, P): what is trained is what is computed with."""
-    stacked = {}
-    for name, at, shape in layout.fused():
-        stacked[name] = theta[:, at : at + math.prod(shape)].unflatten(1, shape)
-    return Weights(decoder.base, stacked, {})
+class Stack:
+    """The trainable tensors of K arms with their gradients and moments, one tensor a parameter.
+
+    Full fine-tuning: (K, *shape). LoRA: A (K, R, i) and B^T (K, R, o) of each matrix that some arm adapts, R the
+    largest rank. Rows above an arm's rank, and what it does not adapt, are zero and stay so: they are among the
+    views of no arm, and no optimizer touches them.
+    """
+
+    def __init__(self, layouts: Sequence[Layout], like: Tensor) -> None:
+        self.layouts = layouts
+        self.rank = max(LEAST_RANK, *(layout.rank for layout in layouts))
+        shapes = {slot.name: (len(layouts), *self._shape(slot)) for layout in layouts for slot in layout.slots}
+        self.theta, self.m, self.v = (_named(_zeros(shapes, like), shapes) for _ in range(3))
+        self._grads = _zeros(shapes, like)
+        self.grad = _named(self._grads, shapes)
+
+    def _shape(self, slot: Slot) -> tuple[int, ...]:
+        if slot.name.endswith((".lora_A", ".lora_B")):
+            return (self.rank, slot.shape[0] if slot.transposed else slot.shape[1])
+        return slot.shape
+
+    def views(self, of: dict[str, Tensor], k: int) -> list[Tensor]:
+        """Arm ``k``'s share of ``theta``, ``grad``, ``m`` or ``v``, in its slots' order."""
+        layout = self.layouts[k]
+        return [of[slot.name][k, : layout.rank] if layout.rank else of[slot.name][k] for slot in layout.slots]
+
+    @torch.no_grad()
+    def put(self, of: dict[str, Tensor], k: int, row: Tensor) -> None:
+        """Copy a row (P,) to arm ``k``'s share."""
+        for slot, view in zip(self.layouts[k].slots, self.views(of, k), strict=True):
+            own = slot.of(row[None])[0]
+            view.copy_(own.mT if slot.transposed else own)
+
+    @torch.no_grad()
+    def row(self, of: dict[str, Tensor], k: int) -> Tensor:
+        """A copy of arm ``k``'s share as a row (P,)."""
+        layout = self.layouts[k]
+        row = next(iter(of.values())).new_zeros(layout.length)
+        for slot, view in zip(layout.slots, self.views(of, k), strict=True):
+            slot.of(row[None])[0].copy_(view.mT if slot.transposed else view)
+        return row
+
+    def clear_gradients(self) -> None:
+        self._grads.zero_()
+
+    def leaves(self) -> dict[str, Tensor]:
+        """``theta`` as the leaves of a backward pass, which adds to ``grad``."""
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in self.theta.items()}
+        for name, leaf in leaves.items():
+            leaf.grad = self.grad[name]
+        return leaves
+
+
+def _zeros(shapes: dict[str, tuple[int, ...]], like: Tensor) -> Tensor:
+    return like.new_zeros(sum(map(_length, shapes.values())))
+
+
+def _named(flat: Tensor, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    found, at = {}, 0
+    for name, shape in shapes.items():
+        found[name] = flat[at : at + math.prod(shape)].view(shape)
+        at += _length(shape)
+    return found
+
+
+def _length(shape: tuple[int, ...]) -> int:
+    return -(-math.prod(shape) // ALIGN) * ALIGN
+
+
+Alike = tuple[slice, LoRALayout]
+"""Arms next to each other that train the same."""
 
 
 @torch.no_grad()
-def merge(decoder: Decoder, layouts: Sequence[LoRALayout], thetas: Sequence[Tensor], scales: Sequence[Tensor],
+def merge(decoder: Decoder, stack: Stack, groups: Sequence[Alike], scale: Tensor,
           out: dict[str, Tensor] | None = None) -> dict[str, Tensor]:  # fmt: skip
-    """W + s B A of every fused matrix that some arm adapts, (K, o, i), the arms of all stacks in order.
+    """W + s B A of every matrix that some arm adapts, (K', o, i) for the K' arms of the groups.
 
-    ``scales[g]``: (K_g, 1, 1), alpha / rank. ``out``: an earlier result, written over.
+    ``scale``: (K, 1, 1), alpha / rank. ``out``: an earlier result, written over.
     """
-    num_arms = sum(len(theta) for theta in thetas)
+    first, last = groups[0][0].start, groups[-1][0].stop
     if out is None:
-        names = {part.fused for layout in layouts for part, _, _ in layout.pairs()}
-        out = {name: decoder.base[name].expand(num_arms, -1, -1).clone() for name in sorted(names)}
-    first = 0
-    for layout, theta, scale in zip(layouts, thetas, scales, strict=True):
-        arms = slice(first, first + len(theta))
+        names = sorted({part.name for _, layout in groups for part, _, _ in layout.pairs()})
+        out = {name: decoder.base[name].expand(last - first, -1, -1).clone() for name in names}
+    for arms, layout in groups:
+        here = slice(arms.start - first, arms.stop - first)
         for part, a, b in layout.pairs():
-            block = slice(part.at, part.at + part.size)
-            base = decoder.base[part.fused][block].expand(len(theta), -1, -1)
-            out[part.fused][arms, block] = torch.baddbmm(base, b.of(theta), a.of(theta) * scale)
-        first += len(theta)
+            base = decoder.base[part.name].expand(arms.stop - arms.start, -1, -1)
+            factor_a, factor_b = (stack.theta[slot.name][arms, : layout.rank] for slot in (a, b))
+            out[part.name][here] = torch.baddbmm(base, factor_b.mT, factor_a * scale[arms])
     return out
 
 
 @torch.no_grad()
-def unmerge(grads: dict[str, Tensor], layouts: Sequence[LoRALayout], thetas: Sequence[Tensor],
-            scales: Sequence[Tensor]) -> list[Tensor]:  # fmt: skip
-    """Gradients on ``merge``'s result to gradients on the rows: dA = s B^T dW, dB = dW (s A)^T."""
-    found, first = [], 0
-    for layout, theta, scale in zip(layouts, thetas, scales, strict=True):
-        arms = slice(first, first + len(theta))
-        grad = torch.zeros_like(theta)
+def unmerge(grads: dict[str, Tensor], stack: Stack, groups: Sequence[Alike], scale: Tensor) -> None:
+    """Add what gradients on ``merge``'s result, of all arms, mean for A and B: s B^T dW and (dW (s A)^T)^T."""
+    for arms, layout in groups:
         for part, a, b in layout.pairs():
-            of_weight = grads[part.fused][arms, part.at : part.at + part.size]
-            torch.mul(torch.bmm(b.of(theta).mT, of_weight), scale, out=a.of(grad))
-            b.of(grad).copy_(torch.bmm(of_weight, (a.of(theta) * scale).mT))
-        found.append(grad)
-        first += len(theta)
-    return found
-
-
-@torch.no_grad()
-def factors(decoder: Decoder, layouts: Sequence[LoRALayout], thetas: Sequence[Tensor], scales: Sequence[Tensor],
-            out: dict[str, Factors] | None = None) -> dict[str, Factors]:  # fmt: skip
-    """s A and B^T of every fused matrix that some arm adapts, ranks padded with zeros to the largest.
-
-    ``out``: an earlier result, written over.
-    """
-    num_arms, widest = sum(len(theta) for theta in thetas), _widest(layouts)
-    if out is None:
-        out = {}
-        for name in sorted({part.fused for layout in layouts for part, _, _ in layout.pairs()}):
-            base, parts = decoder.base[name], tuple(part.size for part in decoder.matrices if part.fused == name)
-            a = base.new_zeros(num_arms, len(parts) * widest, base.shape[1])
-            out[name] = Factors(a, base.new_zeros(num_arms, widest, base.shape[0]), parts)
-    first = 0
-    for layout, theta, scale in zip(layouts, thetas, scales, strict=True):
-        for part, a, b in layout.pairs():
-            block_a, block_b = _blocks(decoder, out[part.fused], part, layout.rank, first, len(theta))
-            torch.mul(a.of(theta), scale, out=block_a)
-            block_b.copy_(b.of(theta).mT)
-        first += len(theta)
-    return out
-
-
-@torch.no_grad()
-def unfactor(decoder: Decoder, grads: dict[str, Factors], layouts: Sequence[LoRALayout], thetas: Sequence[Tensor],
-             scales: Sequence[Tensor]) -> list[Tensor]:  # fmt: skip
-    """Gradients on ``factors``' result to gradients on the rows."""
-    found, first = [], 0
-    for layout, theta, scale in zip(layouts, thetas, scales, strict=True):
-        grad = torch.zeros_like(theta)
-        for part, a, b in layout.pairs():
-            block_a, block_b = _blocks(decoder, grads[part.fused], part, layout.rank, first, len(theta))
-            torch.mul(block_a, scale, out=a.of(grad))
-            b.of(grad).copy_(block_b.mT)
-        found.append(grad)
-        first += len(theta)
-    return found
-
-
-def _widest(layouts: Sequence[LoRALayout]) -> int:
-    return max(LEAST_RANK, *(layout.rank for layout in layouts))
-
-
-def _blocks(decoder: Decoder, of: Factors, part: Part, rank: int, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Where one matrix's A and B^T lie within the factors of the fused one."""
-    names = [other.name for other in decoder.matrices if other.fused == part.fused]
-    thin = names.index(part.name) * of.b.shape[1]
-    arms = slice(first, first + count)
-    return of.a[arms, thin : thin + rank], of.b[arms, :rank, part.at : part.at + part.size]
+            of_weight, s = grads[part.name][arms], scale[arms]
+            factor_a, factor_b = (stack.theta[slot.name][arms, : layout.rank] for slot in (a, b))
+            stack.grad[a.name][arms, : layout.rank] += torch.bmm(factor_b, of_weight).mul_(s)
+            stack.grad[b.name][arms, : layout.rank] += torch.bmm(factor_a * s, of_weight.mT)

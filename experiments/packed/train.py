@@ -24,6 +24,7 @@ from experiments.config import ConfigError, LaunchConfig, RunConfig, encode, run
 from experiments.data import dataset
 from experiments.losses import IGNORED
 from experiments.packed import arms, width
+from experiments.packed.decoder import EMBEDDING
 from experiments.packed.pack import Arm, Kind, Pack, kind
 from experiments.packed.rows import lay_out
 from experiments.packed.session import Session, open_session
@@ -206,7 +207,7 @@ class _Engine:
             whole = member.examples(self.session, 0, member.config.optim.batch_size)
             batches.append(seen.setdefault(key, whole[member.at : member.at + self.micro]))
             sizes.append(sum(label != IGNORED for row in whole for label in row["labels"][1:]))
-        like = self.session.decoder.base["norm"]
+        like = self.session.decoder.base[EMBEDDING]
         counts = torch.tensor(sizes, dtype=like.dtype)
         losses = self.pack.accumulate(lay_out(batches), counts).tolist()
         stepping = []

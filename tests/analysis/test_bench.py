@@ -37,11 +37,26 @@ def test_table_has_medians_and_a_sample_stands_for_all_runs() -> None:
     assert "| 1,4 | 128 | 1.25 |" in lines
 
 
+def test_all_studies_stand_beside_the_sweep_or_alone() -> None:
+    cost = {"wall_s": 30.0, "cpu_s": 50.0, "peak_mib": 1.0, "nll": {}}
+    studies = {"num_runs": 100, "num_sampled": 10, "num_ours": 70, "whole": True, "b2": cost,
+               "ours": cost | {"wall_s": 60.0, "cpu_s": 125.0}}  # fmt: skip
+    both = bench.table(measured() | {"studies": studies})
+    assert "| B2, each point a run | 300 | 500 | 5.00 | 4.00 |" in both
+    assert set(bench.table(measured())) < set(both)
+    assert set(bench.table({"studies": studies})) < set(both)
+    assert any("last part only" in line for line in bench.table({"studies": studies | {"whole": False}}))
+
+
 def test_what_is_kept_names_no_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "bench.json").write_text(json.dumps(measured()))
+    cost = {"wall_s": 1.0, "cpu_s": 1.0}
+    studies = {"num_runs": 1, "num_sampled": 1, "num_ours": 1, "whole": True, "b2": cost, "ours": cost}
+    both = measured() | {"studies": studies | {"provenance": measured()["provenance"]}}
+    (tmp_path / "bench.json").write_text(json.dumps(both))
     out = tmp_path / "out"
     assert bench.main(["--from", str(tmp_path / "bench.json"), "--out", str(out)]) == 0
-    assert set(json.loads((out / "bench.json").read_text())["provenance"]) == set(bench.KEPT)
+    written = json.loads((out / "bench.json").read_text())
+    assert set(written["provenance"]) == set(written["studies"]["provenance"]) == set(bench.KEPT)
     assert {p.name for p in out.iterdir()} == {"bench.json", "bench.md", "bench.png"}
     assert (out / "bench.md").read_text() == capsys.readouterr().out
 

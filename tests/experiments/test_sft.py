@@ -192,7 +192,7 @@ def test_same_seed_same_run_other_seed_other_run(tiny_overrides: list[str], tmp_
 
 
 def test_diverged_run_is_a_result(tiny_overrides: list[str]) -> None:
-    config, launch = parse([*tiny_overrides, "optim.lr=1e4", "optim.steps=20"])
+    config, launch = parse([*tiny_overrides, "optim.lr=1e20", "optim.steps=20"])
     summary = execute(config, launch)
     assert summary["outcome"] == "diverged" and summary["step"] < 20
     assert execute(config, launch) == summary  # done: returned, not run again

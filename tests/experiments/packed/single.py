@@ -164,9 +164,9 @@ def row_like(arm: Arm, parts: dict[str, Tensor]) -> Tensor:
     return row
 
 
-def row_of(pack: Pack, stacks: Iterable[Tensor | None], name: str) -> Tensor:
-    """An arm's row in the pack's stacks."""
-    return [row for stack in stacks if stack is not None for row in stack][pack.arms.index(name)]
+def gradient_of(pack: Pack, name: str) -> Tensor:
+    """What an arm has accumulated, as a row."""
+    return pack.stack.row(pack.stack.grad, pack.arms.index(name))
 
 
 def optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:

@@ -12,6 +12,7 @@ from single import (
     distance,
     doubled,
     examples,
+    gradient_of,
     gradients,
     loss_of,
     named,
@@ -19,7 +20,6 @@ from single import (
     parameters,
     plain,
     row_like,
-    row_of,
 )
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -61,7 +61,7 @@ def worst_gradient(base: Base, configs: list, merged: bool) -> float:
         loss = loss_of(model, mine)
         loss.backward()
         worst = max(worst, distance(losses[pack.arms.index(arm.name)], loss.detach()))
-        found, wanted = named(arm, row_of(pack, pack.grads, arm.name)), gradients(model)
+        found, wanted = named(arm, gradient_of(pack, arm.name)), gradients(model)
         assert found.keys() == wanted.keys()
         worst = max(worst, *(distance(found[name], wanted[name]) for name in wanted))
     return worst
@@ -96,7 +96,7 @@ def test_teacher_forced_gradients_and_steps_are_pefts_and_torchs(bases: dict[str
         rows = lay_out([batch] * len(pack.arms))
         before = [pack.take(arm) for arm in pack.arms] if step % 3 == 0 else []
         pack.accumulate(rows, rows.num_tokens)
-        grads = [row_of(pack, pack.grads, arm.name).clone() for arm in before]
+        grads = [gradient_of(pack, arm.name) for arm in before]
         pack.step()
         for arm, grad in zip(before, grads, strict=True):
             model = base.reference(arm)

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from single import Base, batches, packed_losses, row_of
+from single import Base, batches, gradient_of, packed_losses
 from torch import Tensor
 
 from experiments.config import RunConfig
-from experiments.packed import stacks
+from experiments.packed.adamw import AdamW
 from experiments.packed.pack import Arm, Pack
 from experiments.packed.rows import lay_out
 
@@ -48,8 +48,9 @@ def test_an_arm_that_is_not_finite_changes_no_other(llama: Base, form: str, bad:
     for pack in (sound, spoilt):
         losses(pack, 2)
     victim = spoilt.arms[1]
-    row_of(spoilt, spoilt.thetas, victim).fill_(bad)
-    spoilt._refresh()
+    for values in spoilt.stack.views(spoilt.stack.theta, 1):
+        values.fill_(bad)
+    spoilt.refresh()
     found = [losses(sound), losses(spoilt)]
     assert not found[1][victim].isfinite().all()
     for name in set(sound.arms) - {victim}:
@@ -92,27 +93,31 @@ def test_companions_of_other_shapes_change_rounding_only(llama: Base) -> None:
     torch.testing.assert_close(packed_losses(pack, data)[:, 0], alone[:, 0], rtol=1e-6, atol=0)
 
 
-def rescaled(base: Base, rank: int, p: float, q: float, init: int = 0) -> tuple[Arm, Tensor, Tensor]:
-    """The arm whose A is p times larger and whose B grows q times faster, with its rates and epsilons, (P,) each."""
-    arm = base.arm(base.run(rank, init=init, alpha=32.0 / (p * q), eps=1e-8 * (1 + init)))
-    optim = arm.config.optim
-    lr, eps = torch.full_like(arm.theta, optim.lr), torch.full_like(arm.theta, optim.eps)
+def rescaled(base: Base, rank: int, p: float, q: float) -> Arm:
+    """The arm whose A is p times larger and whose B shall grow q times faster."""
+    arm = base.arm(base.run(rank, alpha=32.0 / (p * q)))
     for slot in arm.layout.slots:
-        by = p if slot.name.endswith("lora_A") else q
-        for row, factor in ((arm.theta, by), (lr, by), (eps, 1 / by)):
-            slot.of(row[None]).mul_(factor)
-    return arm, lr, eps
+        slot.of(arm.theta[None]).mul_(p if slot.name.endswith("lora_A") else q)
+    return arm
+
+
+def of_factor(whole: AdamW, factor: int, by: float) -> AdamW:
+    """The part of an arm's optimizer that has its As (0) or Bs (1), in units ``by`` times smaller."""
+    own = (values[factor::2] for values in (whole.theta, whole.grad, whole.m, whole.v))
+    scaled = whole.settings._replace(lr=whole.settings.lr * by, eps=whole.settings.eps / by)
+    return AdamW(scaled, *own, num_steps=whole.num_steps)
 
 
 @pytest.mark.parametrize("form", ["factored", "merged"])
 @pytest.mark.parametrize("rank", [4, 16])
 def test_power_of_two_rescalings_are_bitwise_one_arm(llama: Base, form: str, rank: int) -> None:
     """Four hyperparameters, two degrees of freedom (post): the others are the same arm in other units."""
-    drawn = [rescaled(llama, rank, p, q) for p, q in ((1, 1), (2, 1), (1, 0.5), (4, 8), (0.25, 1))]
-    pack = Pack(llama.decoder, [arm for arm, _, _ in drawn], form == "merged")
-    order = [[arm.name for arm, _, _ in drawn].index(name) for name in pack.arms]
-    pack.settings[0].lr = torch.stack([drawn[k][1] for k in order])
-    pack.settings[0].eps = torch.stack([drawn[k][2] for k in order])
+    units = [(1, 1), (2, 1), (1, 0.5), (4, 8), (0.25, 1)]
+    drawn = {arm.name: (arm, by) for arm, by in ((rescaled(llama, rank, *by), by) for by in units)}
+    assert len(drawn) == len(units)
+    pack = Pack(llama.decoder, [arm for arm, _ in drawn.values()], form == "merged")
+    pack.optimizers = [of_factor(whole, factor, by) for whole, name in zip(pack.optimizers, pack.arms, strict=True)
+                       for factor, by in enumerate(drawn[name][1])]  # fmt: skip
     found = losses(pack, 40)
     first, *others = found.values()
     assert len(found) == 5 and first[-1] != first[0]
@@ -120,26 +125,21 @@ def test_power_of_two_rescalings_are_bitwise_one_arm(llama: Base, form: str, ran
 
 
 def test_padding_stays_exactly_zero(llama: Base) -> None:
-    """Padded ranks, matrices that an arm does not adapt, the ends of rows: in values, moments and gradients."""
+    """Padded ranks and matrices that an arm does not adapt, in values and moments."""
     pack = packed(llama, [llama.run(2, "attn"), llama.run(5, "mlp", weight_decay=0.1), llama.run(16)], "factored")
-    data = batches(12)
-    for batch in data:
+    stack = pack.stack
+    for batch in batches(12):
         rows = lay_out([batch] * 3)
         pack.accumulate(rows, rows.num_tokens)
-        grads = [grad.clone() for grad in pack.grads if grad is not None]
         pack.step()
-    ones = [torch.ones_like(theta) for theta in pack.thetas]
-    used = stacks.factors(llama.decoder, pack.layouts, ones, [torch.ones_like(s) for s in pack.scales])
-    for name, pair in pack._weights.factors.items():
-        for value, mask in ((pair.a, used[name].a), (pair.b, used[name].b)):
-            assert bool((mask == 0).any()), "nothing is padded here"
-            assert not value[mask == 0].any()
-    for arm, grad in ((arm, row_of(pack, grads, arm.name)) for arm in map(pack.take, pack.arms)):
-        inside = torch.zeros_like(arm.theta, dtype=torch.bool)
-        for slot in arm.layout.slots:
-            inside[slot.at : slot.at + slot.size] = True
-        for row in (arm.theta, arm.m, arm.v, grad):
-            assert row[inside].any() and not row[~inside].any()
+    used = {name: torch.zeros_like(tensor) for name, tensor in stack.theta.items()}
+    for k in range(3):
+        for view in stack.views(used, k):
+            view.fill_(1.0)
+    for name, mask in used.items():
+        assert bool((mask == 0).any()), "nothing is padded here"
+        for values in (stack.theta[name], stack.m[name], stack.v[name]):
+            assert values[mask == 1].any() and not values[mask == 0].any()
 
 
 def test_padding_rows_reach_neither_loss_nor_gradient(llama: Base) -> None:
@@ -152,5 +152,5 @@ def test_padding_rows_reach_neither_loss_nor_gradient(llama: Base) -> None:
         rows.ids.view(-1)[rows.padding] = token
         loss = pack.accumulate(rows, rows.num_tokens)
         assert len(rows.padding) > 20
-        found.append((loss, *(grad for grad in pack.grads if grad is not None)))
+        found.append((loss, *(gradient_of(pack, name) for name in pack.arms)))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -9,7 +9,7 @@ from experiments.packed.pack import Kind, kind
 from experiments.packed.stacks import FullLayout, LoRALayout
 
 N = 96
-SQUARE = [Part("x.weight", "x", 0, (N, N))]
+SQUARE = [Part("x.weight", (N, N))]
 
 
 def of(rank: int, num_tokens: int) -> Kind:
@@ -32,6 +32,6 @@ def test_few_tokens_are_never_merged() -> None:
 def test_ranks_share_a_pack_within_a_bucket_only() -> None:
     """Padded to the largest, an arm of rank 1 beside one of rank 64 would take its time."""
     assert of(1, 8) == of(16, 8) != of(17, 8) == of(64, 8) != of(65, 8)
-    wide = [Part("x.weight", "x", 0, (2000, 2000))]
+    wide = [Part("x.weight", (2000, 2000))]
     assert kind(LoRALayout(wide, ["x"], 300), 8) != kind(LoRALayout(wide, ["x"], 301), 8)  # beyond the last, each alone
     assert kind(FullLayout(SQUARE), 8) not in {of(rank, 8) for rank in (1, 17, 65)}

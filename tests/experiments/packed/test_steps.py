@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from single import Base, batches, packed_losses, row_of, single_losses
+from single import Base, batches, gradient_of, packed_losses, single_losses
 
 from experiments.config import RunConfig, run_id
 from experiments.packed.pack import Arm, Pack
@@ -87,15 +87,16 @@ def test_arms_that_accumulate_are_as_if_alone(llama: Base, form: str) -> None:
             assert torch.equal(getattr(mine, part), getattr(alone, part)), (name, part)
 
 
-def test_accumulated_gradients_are_those_of_the_whole_batch(llama: Base) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_accumulated_gradients_are_those_of_the_whole_batch(llama: Base, form: str) -> None:
     """Micro-steps of unequal numbers of tokens, divided by the tokens of the whole batch."""
     (batch,) = batches(1)
     halves = [batch[:1], batch[1:]]
-    configs = [llama.run(4)]
-    whole, split = (Pack(llama.decoder, [llama.arm(config, moved=0.05) for config in configs]) for _ in range(2))
+    config = llama.run(RANKS[form][0])
+    whole, split = (Pack(llama.decoder, [llama.arm(config, moved=0.05)], form == "merged") for _ in range(2))
     rows = lay_out([batch])
     loss = whole.accumulate(rows, rows.num_tokens)
     parts = sum(split.accumulate(lay_out([half]), rows.num_tokens) for half in halves)
     torch.testing.assert_close(parts, loss)
     name = whole.arms[0]
-    torch.testing.assert_close(row_of(split, split.grads, name), row_of(whole, whole.grads, name), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(gradient_of(split, name), gradient_of(whole, name), rtol=1e-4, atol=1e-6)
