@@ -164,6 +164,8 @@ def test_report_of_a_store_names_what_failed_or_is_missing(
     assert "34 done, 6 diverged, 1 failed, 1 partial" in " ".join(text.split())
     assert "ValueError: &lt;script&gt;alert(1)&lt;/script&gt;" in text and "any &lt;b&gt;CPU" in text
     assert "<script" not in text and "not run" in text
+    runs = table_of(re.findall(r'href="(data:text/csv[^"]*)"', text)[-1])
+    assert len(runs) == 42 and runs.loc[runs["value"].isna(), "run_id"].isin({failed.name, partial.name}).sum() == 2
 
 
 def test_report_of_a_study_without_a_finished_run_says_so(make_store: Callable[..., Path]) -> None:
