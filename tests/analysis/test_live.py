@@ -94,7 +94,8 @@ def test_a_curve_is_read_on_line_by_line(root: Path) -> None:
             rest.write('l_nats": 1.5}\n{"step": 2, "test/nll_nats": null}\n')
         watch.look()
         assert curve.points == [(0, 2.0), (1, 1.5)] and curve.step == 2
-        store.write_atomic(file, '{"step": 0, "test/nll_nats": 3.0}\n')  # resumed from a checkpoint
+        longer = {"step": 0, "test/nll_nats": 3.0, "train/more": "x" * 500}
+        store.write_atomic(file, json.dumps(longer) + "\n")  # resumed from a checkpoint
         watch.look()
         assert curve.points == [(0, 3.0)] and curve.step == 0
 
