@@ -1,7 +1,7 @@
 """Reference results: ``python -m analysis.reference [--scale mini] [--root runs]``, or ``make reference``.
 
-Writes every study's runs as tables into ``analysis/reference/<scale>/`` with their provenance, draws the
-figures and the verdicts from those tables and puts them into the README, so that no number there is typed.
+Writes every study's runs as tables into ``analysis/reference/<scale>/`` with their provenance, draws the figures and
+the verdicts from those tables and puts them into the README and ``docs/findings.md``, so that no number there is typed.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from analysis import style
+from analysis import findings, style
 from analysis.arms import Arm
-from analysis.claims import judge
+from analysis.claims import Verdict, judge
 from analysis.figures.__main__ import draw, sweeps_of, write_tables
 from analysis.judges.rl import good_window
 from analysis.results import Results, StudyRuns, from_reference, from_store, save
@@ -82,9 +82,10 @@ def publish(results: Results, target: Path) -> None:
         if arms:
             write_tables(name, results.scale, study.runs, arms, target / "optima" / name, with_runs=False)
     text = README.read_text()
-    for name, content in blocks(results, target).items():
+    for name, content in blocks(results, verdicts, target).items():
         text = with_block(text, name, content)
     store.write_atomic(README, text)
+    store.write_atomic(findings.PAGE, findings.page(verdicts, results))
 
 
 def size(target: Path) -> int:
@@ -92,9 +93,9 @@ def size(target: Path) -> int:
     return sum(path.stat().st_size for path in target.glob("*.parquet"))
 
 
-def blocks(results: Results, target: Path) -> dict[str, str]:
+def blocks(results: Results, verdicts: Sequence[Verdict], target: Path) -> dict[str, str]:
     """The README's generated parts, from the reference tables alone."""
-    found = {"verdict": markdown(judge(results), results)}
+    found = {"verdict": markdown(verdicts, results)}
     study = results.study("lr")
     if study is not None:
         found["lr"] = lr_block(sweeps_of(study), target)
