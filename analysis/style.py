@@ -43,7 +43,7 @@ RC: dict[str, Any] = {
 }
 UNEMBED = "-unembed"
 FORMATS = ("png", "svg", "pdf")
-_NO_METADATA: dict[str, dict[str, None]] = {
+NO_METADATA: dict[str, dict[str, None]] = {
     "png": {"Software": None},
     "svg": {"Date": None, "Creator": None},
     "pdf": {"CreationDate": None, "ModDate": None, "Creator": None, "Producer": None},
@@ -137,6 +137,6 @@ def save(figure: Figure, stem: Path, formats: Sequence[str] = FORMATS) -> list[P
     paths = []
     for kind in formats:
         path = stem.parent / f"{stem.name}.{kind}"
-        figure.savefig(path, metadata=_NO_METADATA[kind])
+        figure.savefig(path, metadata=NO_METADATA[kind])
         paths.append(path)
     return paths
