@@ -2,7 +2,7 @@
 # Options:  SCALE=mini|smol|paper  CLUSTER=auto|local|<profile of conf/cluster>  DRY=1  DETACH=1  ARGS='optim.steps=50 ...'
 #           SEARCH=adaptive [SEARCH_WIDTH=1.3] [SEARCH_BUDGET=60] searches the LRs of a study instead of running its grid
 .DEFAULT_GOAL := help
-.PHONY: help setup sweep-% plan-% sweep-rl studies exact verdict compare bench bench-studies status cancel collect figures bases smol vllm reference lint type test test-vllm test-slurm bench-search prefetch table-params
+.PHONY: help setup sweep-% plan-% sweep-rl studies exact verdict report serve compare bench bench-studies status cancel collect figures bases smol vllm reference lint type test test-vllm test-slow test-slurm bench-search prefetch table-params
 
 SCALE ?= mini
 CLUSTER ?= auto
@@ -14,6 +14,7 @@ SEARCH_WIDTH ?=
 SEARCH_BUDGET ?=
 STYLE ?=
 JOBS ?= 2
+PORT ?= 8000
 PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/.ready
@@ -62,6 +63,12 @@ table-params: $(READY) ## the post's table of parameter counts, recounted from s
 
 verdict: $(READY) ## a verdict for each claim, from the committed reference results (SOURCE=--root=runs: your own)
 	@$(PY) -m analysis.verdict --scale $(SCALE) $(SOURCE)
+
+report: $(READY) ## everything on one page, runs/report.html, from the reference results (SOURCE=--root=runs: your own)
+	@$(PY) -m analysis.report --scale $(SCALE) $(SOURCE)
+
+serve: $(READY) ## a page of the runs at http://localhost:8000 (PORT=8001: another) that keeps itself up to date
+	@$(PY) -m analysis.live --root $(ROOT) --port $(PORT)
 
 compare: $(READY) ## hold your runs against the committed reference: points and verdicts
 	@$(PY) -m analysis.compare --scale $(SCALE) --root $(ROOT)
@@ -123,6 +130,9 @@ test: lint type ## lint, types, unit tests and a tiny sweep through the real ent
 
 test-vllm: $(READY_VLLM) ## the tests that need vLLM, in .venv-vllm
 	$(PY_VLLM) -m pytest -m vllm
+
+test-slow: $(READY) ## what takes minutes and is no part of make test, SLURM apart
+	$(PY) -m pytest -m "slow and not slurm"
 
 test-slurm: $(READY) ## all tests of SLURM, the slow ones too (Debian's packages, see .ci/run)
 	$(PY) -m pytest -m slurm

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -77,8 +78,7 @@ def label_points(table: pd.DataFrame) -> pd.DataFrame:
     points = table[table["config.method.kind"].notna()].copy()
     kinds = points["config.method.kind"]
     points["rank"] = points["config.method.rank"].where(kinds == "lora", 0).astype(int)
-    named = {"full": lambda row: FULL, "lora": _lora_name, "tiny": _tiny_name}
-    points["arm"] = [named[kind](row) for kind, (_, row) in zip(kinds, points.iterrows(), strict=True)]
+    points["arm"] = [arm_name(row) for _, row in points.iterrows()]
     points["lr"] = points["config.optim.lr"].astype(float)
     points["seed"] = points[_columns(points, "config.seed.")].astype(int).astype(str).agg("/".join, axis=1)
     points["panel"] = _panels(points)
@@ -91,7 +91,13 @@ def _natural(text: str) -> str:
     return re.sub(r"\d+", lambda digits: digits[0].zfill(12), text)
 
 
-def _lora_name(row: pd.Series) -> str:
+def arm_name(row: pd.Series | Mapping[str, Any]) -> str:
+    """``full``, ``r4-mlp`` or ``tiny4`` of a row with ``config.method.*``. Raises KeyError for an unknown kind."""
+    named = {"full": lambda row: FULL, "lora": _lora_name, "tiny": _tiny_name}
+    return named[row["config.method.kind"]](row)
+
+
+def _lora_name(row: pd.Series | Mapping[str, Any]) -> str:
     """``r16``, with the placement, alpha, the experts' rank and the unembedding where they are not the protocol's."""
     name = f"r{int(row['config.method.rank'])}"
     placement, alpha = row["config.method.placement"], row.get("config.method.alpha", 32.0)
@@ -102,7 +108,7 @@ def _lora_name(row: pd.Series) -> str:
     return name + ("-unembed" if row["config.method.unembed"] else "")
 
 
-def _tiny_name(row: pd.Series) -> str:
+def _tiny_name(row: pd.Series | Mapping[str, Any]) -> str:
     """``tiny4``: trained numbers for each matrix; ``tiny4-tied``: in all."""
     return f"tiny{int(row['config.method.dims'])}" + ("-tied" if row["config.method.tied"] else "")
 

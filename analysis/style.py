@@ -81,7 +81,7 @@ PAPER = Style("paper", COLUMN_IN, 0.056, 0.5, {
 })  # fmt: skip
 STYLES = {style.name: style for style in (SCREEN, PAPER)}
 _current = SCREEN
-_NO_METADATA: dict[str, dict[str, None]] = {
+NO_METADATA: dict[str, dict[str, None]] = {
     "png": {"Software": None},
     "svg": {"Date": None, "Creator": None},
     "pdf": {"CreationDate": None, "ModDate": None, "Creator": None, "Producer": None},
@@ -280,6 +280,6 @@ def save(figure: Figure, stem: Path, formats: Sequence[str] | None = None) -> li
         paths[0].write_text("\n".join(textwrap.wrap(str(figure.get_label()), 100)) + "\n")
     for kind in formats or (VECTOR if _current.is_paper else FORMATS):
         path = stem.parent / f"{stem.name}.{kind}"
-        figure.savefig(path, metadata=_NO_METADATA[kind])
+        figure.savefig(path, metadata=NO_METADATA[kind])
         paths.append(path)
     return paths

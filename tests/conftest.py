@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -15,6 +16,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 from tiny import tiny_llama, tiny_tokenizer
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -25,15 +29,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Where vLLM is missing, its tests are skipped; they fail if REQUIRE_VLLM=1 says that it must be there."""
+    """Where vLLM is missing, its tests are skipped; they fail if REQUIRE_VLLM=1 says that it must be there. So it is
+    with the browser and REQUIRE_BROWSER=1."""
     if item.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:
         missing = pytest.fail if os.environ.get("REQUIRE_VLLM") == "1" else pytest.skip
         missing("needs the vllm environment: make vllm")
+    if item.get_closest_marker("browser") and not (shutil.which("chromium") and importlib.util.find_spec("playwright")):
+        missing = pytest.fail if os.environ.get("REQUIRE_BROWSER") == "1" else pytest.skip
+        missing("needs Debian's chromium and the dev extra: see .ci/run")
 
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """A headless Chromium, for tests marked ``browser``. Of a module: its event loop would disturb those of others."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ ELSEWHERE = {
     "make test": "this is it",
     "make type": "make test has just done it",
     "make verdict": "ten seconds: tests/analysis/test_reference.py judges the same results",
+    "make report": "ten seconds: tests/analysis/test_report.py makes the same page",
     "make plan-all": "tests/test_paper_scale.py prints every plan",
     "make prefetch": "needs the hub: tests/sweeps/test_prefetch.py",
     "CLUSTER=mine": "needs a cluster: tests/slurm",

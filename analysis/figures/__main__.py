@@ -105,7 +105,7 @@ def sweeps_of(study: StudyRuns) -> list[Arm]:
 
 def draw(study: StudyRuns, manifest: Mapping[str, Any], scale: str, arms: Sequence[Arm]) -> dict[str, Figure]:
     """The study's own figure, by its file's ``figure``, and the general ones where LRs were swept."""
-    caption = _caption(manifest, scale, study.runs, len(study.points))
+    caption = caption_of(manifest, scale, study.runs, len(study.points))
     own = str(manifest.get("figure", "lr"))
     searched = manifest.get("search")
     own_name, lr_name = (f"{own}-adaptive", "lr-adaptive") if searched else (own, "lr")
@@ -124,7 +124,8 @@ def draw(study: StudyRuns, manifest: Mapping[str, Any], scale: str, arms: Sequen
     return figures
 
 
-def _caption(manifest: Mapping[str, Any], scale: str, runs: pd.DataFrame, expected: int) -> str:
+def caption_of(manifest: Mapping[str, Any], scale: str, runs: pd.DataFrame, expected: int) -> str:
+    """What a study's figures show: title, models, data and scale, and how many of the ``expected`` runs are there."""
     models = " + ".join(sorted(set(runs["config.model.name"])))
     data = " + ".join(sorted(set(runs["config.data.name"])))
     own = " (the suite's own small models)" if scale == "mini" else ""

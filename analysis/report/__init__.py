@@ -1,0 +1,1 @@
+"""One page of everything that a store or the committed reference results say."""
