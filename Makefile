@@ -2,7 +2,7 @@
 # Options:  SCALE=mini|smol|paper  CLUSTER=auto|local|<profile of conf/cluster>  DRY=1  DETACH=1  ARGS='optim.steps=50 ...'
 #           SEARCH=adaptive [SEARCH_WIDTH=1.3] [SEARCH_BUDGET=60] searches the LRs of a study instead of running its grid
 .DEFAULT_GOAL := help
-.PHONY: help setup sweep-% plan-% sweep-rl studies exact verdict report serve compare bench bench-studies status cancel collect figures bases smol vllm reference lint type test test-vllm test-slow test-slurm bench-search prefetch table-params
+.PHONY: help setup sweep-% plan-% sweep-rl studies exact verdict report serve notebooks compare bench bench-studies status cancel collect figures bases smol vllm reference lint type test test-vllm test-slow test-slurm bench-search prefetch table-params
 
 SCALE ?= mini
 CLUSTER ?= auto
@@ -69,6 +69,9 @@ report: $(READY) ## everything on one page, runs/report.html, from the reference
 
 serve: $(READY) ## a page of the runs at http://localhost:8000 (PORT=8001: another) that keeps itself up to date
 	@$(PY) -m analysis.live --root $(ROOT) --port $(PORT)
+
+notebooks: $(READY) ## execute the notebooks of analysis/notebooks, into runs/notebooks: under a minute
+	@$(PY) -m analysis.notebooks --root $(ROOT)
 
 compare: $(READY) ## hold your runs against the committed reference: points and verdicts
 	@$(PY) -m analysis.compare --scale $(SCALE) --root $(ROOT)
