@@ -105,6 +105,15 @@ def load(config: DataConfig, answers: bool = True) -> Problems:
     return Problems(tuple(train[: config.num_train]), tuple(test), num_duplicates, num_malformed, notes)
 
 
+def num_distinct(config: DataConfig, answers: bool = True) -> int:
+    """How many different prompts a file or a set of the hub has. Raises ConfigError for malformed rows."""
+    reader = Reader(source_of(config, COLUMNS if answers else ()), _problem if answers else _asked,
+                    EXPECTED if answers else PROMPTED, config.max_malformed)  # fmt: skip
+    prompts = {problem.prompt for problem in reader()}
+    reader.check()
+    return len(prompts)
+
+
 def _distinct(found: list[Problem]) -> list[Problem]:
     """The first problem of each prompt."""
     unique: dict[str, Problem] = {}
