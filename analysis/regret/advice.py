@@ -4,11 +4,12 @@ Rules, fixed before any run was read:
 
 Learned     an arm that ends below the base's loss by more than a floor (``floor``), with its seeds significantly so.
             Where a control ran (the same completions on shuffled prompts), its loss must be beaten by more than two
-            SDs of the difference and 2 % of the gain: else only the form of the completions was learned.
+            SDs of the difference: else only the form of the completions was learned.
 Regret      the loss of an arm minus that of full fine-tuning, each at its best LR, paired by seed (``judges.common``).
-Suffices    the regret is shown to be below the margin (one-sided, 95 %): the larger of two seed SDs and 2 % of what
-            full fine-tuning gains over the base, the share that a usable LR may lose elsewhere in the suite. A gap
-            that is not significant shows nothing. ``equal`` where the arm is shown not to be better either (TOST).
+Suffices    the regret is shown to be below the margin (one-sided, 95 %): the larger of two seed SDs and 2 % of what is
+            gained over the control (in reinforcement learning: over the base), the share that a usable LR may lose
+            elsewhere in the suite. A gain over the base is no measure of a loss: most of it is form. A gap that is not
+            significant shows nothing. ``equal`` where the arm is shown not to be better either (TOST).
 Recommended the smallest rank that suffices, at its LR*.
 """
 
@@ -126,9 +127,10 @@ def advise(runs: pd.DataFrame, control: pd.DataFrame, setting: Setting) -> Advic
     reference = next((arm for arm in usable if arm.name == FULL), best)
     gain = base - reference.value
     noise = seed_sd(runs, list(dict.fromkeys([reference.name, best.name, usable[-1].name])))
-    margin = max(SEED_SDS * noise if math.isfinite(noise) else 0.0, GAIN_FRAC * max(gain, 0.0))
+    found, control_margin = beyond_control(runs, control, base)
+    depends = gain if setting.is_rl else found.value if found else 0.0
+    margin = max(SEED_SDS * noise if math.isfinite(noise) else 0.0, GAIN_FRAC * max(depends, 0.0))
     judged = tuple(_judged(runs, arm, reference, margin) for arm in results)
-    found, control_margin = beyond_control(runs, control, base, gain)
     form = found is not None and not (greater(found) == "yes" and found.value > control_margin)
     choice = None if form else choose(judged, reference.name)
     return Advice(setting, "form" if form else "yes", base, least, gain, margin, noise, judged, reference.name, choice,
@@ -154,9 +156,7 @@ def choose(arms: Sequence[ArmResult], reference: str) -> ArmResult:
     return next(arm for arm in arms if arm.name == reference)
 
 
-def beyond_control(
-    runs: pd.DataFrame, control: pd.DataFrame, base: float, gain: float
-) -> tuple[Estimate | None, float]:
+def beyond_control(runs: pd.DataFrame, control: pd.DataFrame, base: float) -> tuple[Estimate | None, float]:
     """(loss on shuffled prompts minus loss on the real ones, paired by seed; what it must exceed to count).
 
     A control that diverged, or ended no better than it began, has learned nothing: it counts as the base.
@@ -171,7 +171,7 @@ def beyond_control(
         return None, math.nan
     found = paired(shuffled[shared].to_numpy(float), real[shared].to_numpy(float))
     sd = found.se * math.sqrt(len(shared))
-    return found, max(SEED_SDS * sd if math.isfinite(sd) else 0.0, GAIN_FRAC * gain)
+    return found, SEED_SDS * sd if math.isfinite(sd) else 0.0
 
 
 def seeds_to_decide(arm: ArmResult, margin: float) -> int | None:

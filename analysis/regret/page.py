@@ -126,10 +126,11 @@ def how(advice: Advice) -> list[str]:
         "losses are a little too good, and differences much less so.",
     ]
     if advice.learned == "yes":
+        over = "base" if setting.is_rl else "control, where there is one"
         lines.append(
-            f"Margin: the larger of {SEED_SDS:g} seed SDs ({advice.noise:.2g}) and {100 * GAIN_FRAC:g} % of the gain "
-            f"over the base ({advice.gain:.3f}). An arm suffices if its regret is shown to be below that (one-sided, "
-            "95 %); a difference that is not significant shows nothing."
+            f"Margin: the larger of {SEED_SDS:g} seed SDs (of {advice.noise:.2g} each) and {100 * GAIN_FRAC:g} % of "
+            f"the gain over the {over}. An arm suffices if its regret is shown to be below that (one-sided, 95 %); a "
+            "difference that is not significant shows nothing."
         )
     if advice.control is not None and advice.learned == "yes":
         low, high = advice.control.interval()

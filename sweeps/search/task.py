@@ -171,21 +171,30 @@ def sized(probe: RunConfig, cache: Path, given: set[str]) -> tuple[list[str], in
 
     Of rows without a held-out set of their own a fifth is held out. Raises ConfigError for malformed or too few rows.
     """
+    from experiments import models, own_reward
     from experiments.data import dataset, problems
 
     own = probe.data.source in (DataSource.jsonl, DataSource.hub) and "data.num_train" not in given
-    if probe.is_rl:
-        words = _split_words(probe.data, problems.num_distinct(probe.data, False), given) if own else []
-        return words, 0, problems.load(_with(probe.data, words), False).notes
-    words = _split_words(probe.data, _num_pairs(probe.data), given) if own else []
-    from experiments import models
-
+    num_rows = 0
+    if own and probe.is_rl:
+        num_rows = problems.num_distinct(probe.data, answers=False)
+    elif own:
+        num_rows = _num_pairs(probe.data)
+    words = _split_words(probe.data, num_rows, given) if own else []
     tokenizer = models.load_tokenizer(probe.model, cache)
-    longest, tokens = _tokens(_with(probe.data, words), tokenizer)
+    if probe.is_rl:
+        found = problems.load(_with(probe.data, words), answers=False)
+        for completion in ("", "0"):  # a model may say nothing
+            record = found.train[0].record()
+            own_reward.try_out(probe.rl.reward, record, completion, probe.rl.grade_limit_s)
+        longest = max(len(dataset.encode_prompt(tokenizer, p.prompt)) for p in (*found.train, *found.test))
+        tokens, notes = 0, found.notes
+    else:
+        longest, tokens = _tokens(_with(probe.data, words), tokenizer)
+        notes = ()
     if own and "data.max_tokens" not in given:
-        limit = min(probe.data.max_tokens, 2 ** max(6, math.ceil(math.log2(longest))))
-        words.append(f"data.max_tokens={limit}")
-    return words, tokens, dataset.load(_with(probe.data, words), tokenizer).notes
+        words.append(f"data.max_tokens={min(probe.data.max_tokens, 2 ** max(6, math.ceil(math.log2(longest))))}")
+    return words, tokens, notes if probe.is_rl else dataset.load(_with(probe.data, words), tokenizer).notes
 
 
 def _split_words(data: DataConfig, num_rows: int, given: set[str]) -> list[str]:

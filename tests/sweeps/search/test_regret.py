@@ -1,0 +1,109 @@
+"""``make regret`` on data whose answer is known by construction (``regret_data``): real training, in this process."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import regret_data
+
+from analysis.regret.advice import Setting, advise
+from analysis.results import from_reference
+from experiments.config import MethodKind
+from experiments.packed import train
+from sweeps.grid import Study
+from sweeps.plan import find
+from sweeps.search import regret
+
+pytestmark = pytest.mark.sweep
+SHORT = ("optim.steps=30", "optim.batch_size=8", "eval.per_decade=1")
+
+
+def train_here(study: Study) -> int:
+    """What the pool does, without starting workers."""
+    todo = [p for p in study.points if find(Path(study.launch.root), p).state != "done"]
+    failed: list[BaseException] = []
+    for full in (True, False):
+        configs = [p.config for p in todo if (p.config.method.kind is MethodKind.full) == full]
+        for _, group in _by_data(configs).items():
+            train.execute(group, study.launch, train.Reports(failed=lambda _, error: failed.append(error)))
+    assert not failed
+    return 0
+
+
+def _by_data(configs: list) -> dict:  # type: ignore[type-arg]
+    found: dict = {}
+    for config in configs:
+        found.setdefault(config.data, []).append(config)
+    return found
+
+
+@pytest.fixture
+def ask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[dict, str]]:
+    """Two arms on mini-w64, three seeds, short runs; returns the numbers and the page."""
+
+    def ask(data: Path, *words: str) -> tuple[dict, str]:
+        root = tmp_path / "runs"
+        fixed = [
+            "--model",
+            "mini-w64",
+            "--data",
+            str(data),
+            "--ranks",
+            "1",
+            "--seeds",
+            "3",
+            "--yes",
+            "--cluster",
+            "local",
+        ]
+        code = regret.main([*fixed, f"launch.root={root}", *SHORT, *words], train_here)
+        said = capsys.readouterr()
+        assert code == 0, said.err
+        (folder,) = (root / "regret").iterdir()
+        assert said.out.strip() == (folder / "advice.md").read_text().strip() and (folder / "lr.png").exists()
+        return json.loads((folder / "advice.json").read_text()), said.out
+
+    return ask
+
+
+def test_ample_rank_is_advised_from_a_grid_that_had_to_be_widened(
+    ask: Callable[..., tuple[dict, str]], tmp_path: Path
+) -> None:
+    """The search begins at LRs a hundred times below the usual ones, of which none is in its grid (factor 4)."""
+    numbers, page = ask(regret_data.suffix(tmp_path / "suffix.jsonl", 160), "--start", "1e-5,3e-5")
+    assert numbers["learned"] == "yes" and numbers["choice"] == "r1-unembed"
+    for arm in numbers["arms"]:
+        assert arm["lr_star"] is not None and arm["lr_star"] > 4 * {"full": 1e-5}.get(arm["arm"], 3e-5)
+        assert arm["interval"][0] <= arm["best_lr"] <= arm["interval"][1]
+    assert "**Take LoRA rank 1 at a learning rate of" in page and "is the smallest" in page
+
+
+def test_base_models_own_words_teach_nothing(ask: Callable[..., tuple[dict, str]], tmp_path: Path) -> None:
+    numbers, page = ask(regret_data.own_words(tmp_path / "own.jsonl", 160))
+    assert numbers["learned"] == "nothing" and numbers["choice"] is None and not numbers["control"]
+    assert "**Nothing was learned**, so there is no recommendation" in page
+
+
+def test_random_letters_teach_their_form_alone(ask: Callable[..., tuple[dict, str]], tmp_path: Path) -> None:
+    numbers, page = ask(regret_data.letters(tmp_path / "letters.jsonl", 160))
+    assert numbers["learned"] == "form" and numbers["choice"] is None and len(numbers["control"]) == 3
+    assert "**Nothing was learned that depends on the prompts**" in page and "Take" not in page
+
+
+def test_rank_that_is_short_of_capacity_is_told_from_real_runs() -> None:
+    """Study ``capacity``: 16.4 kbit of facts, for which rank 1 (11 kbit at most) has no room (``regret_data``)."""
+    study = from_reference("analysis/reference/mini").study("capacity")
+    assert study is not None
+    bits = int(study.points["config.data.num_train"].iloc[0] * study.points["config.data.bits_per_fact"].iloc[0])
+    setting = Setting("regret-facts", "mini-w64", "facts", False, 512, 512, 512 * 9, 64, 600, 2)
+    advice = advise(study.runs, study.runs.iloc[:0], setting)
+    (r1,) = [arm for arm in advice.arms if arm.rank == 1]
+    assert 2 * r1.num_trainable < bits and r1.suffices == "no"
+    assert advice.choice is not None and advice.choice.rank != 1
+    assert r1.regret is not None  # what has no room costs at least that much, spread over the tokens
+    least = (bits - 2 * r1.num_trainable) * math.log(2.0) / setting.train_tokens
+    assert r1.regret.estimate.value > least > advice.margin
