@@ -2,7 +2,7 @@
 # Options:  SCALE=mini|smol|paper  CLUSTER=auto|local|<profile of conf/cluster>  DRY=1  DETACH=1  ARGS='optim.steps=50 ...'
 #           SEARCH=adaptive [SEARCH_WIDTH=1.3] [SEARCH_BUDGET=60] searches the LRs of a study instead of running its grid
 .DEFAULT_GOAL := help
-.PHONY: help setup sweep-% plan-% sweep-rl studies exact verdict compare bench status cancel collect figures bases smol vllm reference regret lint type test test-vllm test-slurm bench-search prefetch table-params
+.PHONY: help setup sweep-% plan-% sweep-rl studies exact verdict compare bench status cancel collect figures bases smol vllm reference regret lint type test test-vllm test-slurm bench-search test-regret prefetch table-params
 
 SCALE ?= mini
 CLUSTER ?= auto
@@ -95,6 +95,9 @@ reference: $(READY) ## publish the finished studies into analysis/reference and 
 
 bench-search: $(READY) ## replay the LR search on the reference results: steps and LR* against the full grids
 	@$(PY) -m sweeps.search.bench --scale $(SCALE)
+
+test-regret: $(READY) ## the tests of make regret, the slow one too
+	$(PY) -m pytest -m 'slow or not slow' tests/sweeps/search/test_regret.py tests/sweeps/search/test_regret_inputs.py
 
 bench: $(READY) ## time a sweep against plain TRL and PEFT, and steps: half an hour on a quiet machine; table and figure
 	@$(PY) -m sweeps.bench --out $(ROOT)/bench $(or $(ARGS),seed.init=0 seed.data=0)

@@ -58,14 +58,16 @@ def _reasons(advice: Advice, choice: ArmResult) -> list[str]:
     if choice.name == FULL:
         return [f"Every rank tried is shown to lose more than {advice.margin:.3f}{unit} against full fine-tuning."]
     assert choice.regret is not None
-    said = f"its regret against full fine-tuning is {choice.regret.text()}{unit}"
+    said = f"its regret is {choice.regret.text()}{unit}"
     if choice.suffices == "yes":
-        how = "it is not distinguishable from full fine-tuning" if choice.equal else "it loses nothing that matters"
-        lines = [f"Of the ranks tried it is the smallest of which that is shown: {how}; {said}, margin "
-                 f"{advice.margin:.3f}."]  # fmt: skip
+        equal = ", so the two are equal within it" if choice.equal else ""
+        lines = [
+            f"It is the smallest rank shown to lose less than the margin of {advice.margin:.3f}{unit} against full "
+            f"fine-tuning: {said}{equal}."
+        ]
     else:
-        lines = [f"Whether it loses anything is undecided: {said}, margin {advice.margin:.3f}; no rank is shown to "
-                 "lose less."]  # fmt: skip
+        lines = [f"Whether it loses anything is undecided, as of every rank that might not: {said} against full "
+                 f"fine-tuning, the margin {advice.margin:.3f}."]  # fmt: skip
     below = [arm.name for arm in advice.undecided_below]
     return lines + ([f"Undecided whether {', '.join(below)} would do too."] if below else [])
 
@@ -211,7 +213,7 @@ def _lr_interval(arm: ArmResult) -> str:
     if arm.optimum.lr_star is None or arm.optimum.interval is None:
         return " (The best that ran; the optimum itself is undecided.)"
     low, high = arm.optimum.interval
-    return f" (LR* {arm.lr:.2g}, 95 % interval {low:.2g} to {high:.2g}.)"
+    return f" (95 % interval {low:.2g} to {high:.2g}.)"
 
 
 def _lr_cell(arm: ArmResult) -> str:

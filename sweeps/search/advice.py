@@ -44,11 +44,10 @@ def write_advice(
         folder.mkdir(parents=True, exist_ok=True)
     curves = load_curves(runs, root)
     style.use()
-    label = "final held-out reward, 1 - it" if config.is_rl else "final held-out NLL\n(nats per completion token)"
-    phases = {run: "coarse" if phase == "coarse" else phase for run, phase in found.progress.phases.items()}
+    label = "1 - final held-out reward" if config.is_rl else "final held-out NLL\n(nats per completion token)"
     arms = find_arms(runs)
     drawn = lr.figure(runs, arms, f"{wanted.study.title}: final loss against learning rate", reference=advice.reference
-                      or arms[0].name, value_label=label, phases=phases)  # fmt: skip
+                      or arms[0].name, value_label=label, phases=found.progress.phases)  # fmt: skip
     style.save(drawn, folder / "lr", ("png", "svg"))
     known = context.evidence()
     sections = [

@@ -14,6 +14,7 @@ from analysis.regret.advice import Setting, advise
 from analysis.results import from_reference
 from experiments.config import MethodKind
 from experiments.packed import train
+from experiments.run import execute
 from sweeps.grid import Study
 from sweeps.plan import find
 from sweeps.search import regret
@@ -45,7 +46,7 @@ def _by_data(configs: list) -> dict:  # type: ignore[type-arg]
 def ask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[dict, str]]:
     """Two arms on mini-w64, three seeds, short runs; returns the numbers and the page."""
 
-    def ask(data: Path, *words: str) -> tuple[dict, str]:
+    def ask(data: Path, *words: str, launcher: Callable[[Study], int] = train_here) -> tuple[dict, str]:
         root = tmp_path / "runs"
         fixed = [
             "--model",
@@ -60,7 +61,7 @@ def ask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tup
             "--cluster",
             "local",
         ]
-        code = regret.main([*fixed, f"launch.root={root}", *SHORT, *words], train_here)
+        code = regret.main([*fixed, f"launch.root={root}", *SHORT, *words], launcher)
         said = capsys.readouterr()
         assert code == 0, said.err
         (folder,) = (root / "regret").iterdir()
@@ -79,11 +80,28 @@ def test_ample_rank_is_advised_from_a_grid_that_had_to_be_widened(
     for arm in numbers["arms"]:
         assert arm["lr_star"] is not None and arm["lr_star"] > 4 * {"full": 1e-5}.get(arm["arm"], 3e-5)
         assert arm["interval"][0] <= arm["best_lr"] <= arm["interval"][1]
-    assert "**Take LoRA rank 1 at a learning rate of" in page and "is the smallest" in page
+    assert "**Take LoRA rank 1 at a learning rate of" in page and "It is the smallest rank shown to lose less" in page
 
 
 def test_base_models_own_words_teach_nothing(ask: Callable[..., tuple[dict, str]], tmp_path: Path) -> None:
-    numbers, page = ask(regret_data.own_words(tmp_path / "own.jsonl", 160))
+    """Stopped in its second round, it goes on from there."""
+    data = regret_data.own_words(tmp_path / "own.jsonl", 160)
+    trained: list[str] = []
+    rounds: list[Study] = []
+
+    def stopped(study: Study) -> int:
+        rounds.append(study)
+        if len(rounds) == 2:
+            raise KeyboardInterrupt
+        trained.extend(p.run_id for p in study.points)
+        return train_here(study)
+
+    with pytest.raises(AssertionError, match="stopped; the same command goes on from there"):
+        ask(data, launcher=stopped)
+    written = {run: (tmp_path / "runs" / run / "summary.json").stat().st_mtime_ns for run in trained}
+    numbers, page = ask(data)
+    assert written and set(written) < set(numbers["run_ids"])
+    assert written == {run: (tmp_path / "runs" / run / "summary.json").stat().st_mtime_ns for run in trained}
     assert numbers["learned"] == "nothing" and numbers["choice"] is None and not numbers["control"]
     assert "**Nothing was learned**, so there is no recommendation" in page
 
@@ -107,3 +125,34 @@ def test_rank_that_is_short_of_capacity_is_told_from_real_runs() -> None:
     assert r1.regret is not None  # what has no room costs at least that much, spread over the tokens
     least = (bits - 2 * r1.num_trainable) * math.log(2.0) / setting.train_tokens
     assert r1.regret.estimate.value > least > advice.margin
+
+
+@pytest.mark.slow
+def test_reward_of_ones_own_is_learned(tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A random base is paid for the share of lower-case letters in what it says: dense, and learnable at once."""
+    (tmp_path / "mine.py").write_text(
+        "def lower(prompt, completion, row):\n"
+        "    return sum(c.islower() for c in completion) / max(1, len(completion))\n"
+    )
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"say {n}"}) + "\n" for n in range(80)))
+
+    def execute_here(study: Study) -> int:
+        for point in study.points:
+            execute(point.config, study.launch)
+        return 0
+
+    words = [
+        "--model",
+        str(tiny_base),
+        "--data",
+        str(data),
+        "--reward",
+        f"{tmp_path / 'mine.py'}:lower",
+        "--ranks",
+        "4",
+    ]
+    words += ["--seeds", "2", "--yes", "--cluster", "local", "--start", "3e-3,1e-2", f"launch.root={tmp_path / 'runs'}"]
+    assert regret.main([*words, "optim.steps=15", "rl.max_new_tokens=8"], execute_here) == 0
+    said = capsys.readouterr().out
+    assert "**Take " in said and "held-out reward" in said and "Rewards can tell at most one bit an episode" in said
