@@ -101,6 +101,8 @@ def read(asked: Asked) -> Task:
         "scales": {scale: {"common": shlex.join(words), "arms": _arms(asked, ranks, scale, shapes)}},
     }  # fmt: skip
     study = expand_study(document, "regret", scale)
+    if probe.data.source is DataSource.facts:
+        notes = (*notes, "the held-out rows are the facts trained on: what is measured is memory")
     return Task(replace(study, name=_name(study)), train_tokens, (*notes, *clipped))
 
 

@@ -165,6 +165,8 @@ def test_gain_that_seeds_do_not_share_is_none() -> None:
 def test_what_shuffled_prompts_teach_as_well_is_form(value: float, learned: str) -> None:
     """A control that diverged has learned nothing at all."""
     advice = advise(world({1: 0.2}), control(value), SETTING)
+    assert advice.control is not None
+    assert advice.control.value == pytest.approx((BASE if math.isinf(value) else value) - FULL_LOSS, abs=0.005)
     assert advice.learned == learned and (advice.choice is None) == (learned == "form")
     assert ("Nothing was learned that depends on the prompts" in told(advice)) == (learned == "form")
 

@@ -154,7 +154,8 @@ def test_same_file_is_the_same_task_and_a_changed_one_another(tmp_path: Path) ->
     first, again = read(Asked("mini-w64", data, (1,), extra=extra)), read(Asked("mini-w64", data, (1,), extra=extra))
     assert first.study.name == again.study.name and first.study.points == again.study.points
     assert read(Asked("mini-w64", data, (1,), start=(1e-5, 1e-5), seeds=3, extra=extra)).study.name == first.study.name
-    write(tmp_path / "rows.jsonl", 81)
+    file = tmp_path / "rows.jsonl"
+    file.write_text(file.read_text().replace('"count 7"', '"count seven"'))
     changed = read(Asked("mini-w64", data, (1,), extra=extra))
     assert changed.study.name != first.study.name
     assert not {p.run_id for p in changed.study.points} & {p.run_id for p in first.study.points}
