@@ -12,6 +12,7 @@ import regret_data
 
 from analysis.regret.advice import Setting, advise
 from analysis.results import from_reference
+from experiments import store
 from experiments.config import MethodKind
 from experiments.packed import train
 from experiments.run import execute
@@ -64,6 +65,7 @@ def ask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tup
         code = regret.main([*fixed, f"launch.root={root}", *SHORT, *words], launcher)
         said = capsys.readouterr()
         assert code == 0, said.err
+        assert store.scan(root)[1] == []  # its folder is taken for no run
         (folder,) = (root / "regret").iterdir()
         assert said.out.strip() == (folder / "advice.md").read_text().strip() and (folder / "lr.png").exists()
         return json.loads((folder / "advice.json").read_text()), said.out
