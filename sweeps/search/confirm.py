@@ -21,6 +21,7 @@ from analysis.load import load_runs
 from analysis.regret.advice import FLOOR_FRAC
 from experiments import store
 from experiments.config import DataConfig, DataSource, LossOn, RunConfig, run_id
+from experiments.manifests import write_study
 from sweeps.grid import Point, Study
 from sweeps.plan import find
 from sweeps.search.arms import Searched, finished
@@ -81,6 +82,7 @@ def all_seeds(
         progress.phases |= dict.fromkeys(new, "confirm")
         study = as_study(wanted, progress, width)
         if all(find(root, point).state == "done" for point in study.points):
+            write_study(root, study.name, study.scale, study.manifest())  # as a launch would have
             continue
         code = launcher(study)
         if code is None or code:

@@ -12,7 +12,7 @@ import regret_data
 
 from analysis.regret.advice import Setting, advise
 from analysis.results import from_reference
-from experiments import store
+from experiments import manifests, store
 from experiments.config import MethodKind
 from experiments.packed import train
 from experiments.run import execute
@@ -68,7 +68,10 @@ def ask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tup
         assert store.scan(root)[1] == []  # its folder is taken for no run
         (folder,) = (root / "regret").iterdir()
         assert said.out.strip() == (folder / "advice.md").read_text().strip() and (folder / "lr.png").exists()
-        return json.loads((folder / "advice.json").read_text()), said.out
+        numbers = json.loads((folder / "advice.json").read_text())
+        recorded = manifests.read_study(root, f"{folder.name}+search=adaptive", "mini")["run_ids"]
+        assert set(recorded) == set(numbers["run_ids"])
+        return numbers, said.out
 
     return ask
 
