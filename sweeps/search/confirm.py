@@ -81,8 +81,8 @@ def all_seeds(
         progress.asked |= new
         progress.phases |= dict.fromkeys(new, "confirm")
         study = as_study(wanted, progress, width)
+        write_study(root, study.name, study.scale, study.manifest())
         if all(find(root, point).state == "done" for point in study.points):
-            write_study(root, study.name, study.scale, study.manifest())  # as a launch would have
             continue
         code = launcher(study)
         if code is None or code:
