@@ -2,13 +2,20 @@
 # Options:  SCALE=mini|smol|paper  CLUSTER=auto|local|<profile of conf/cluster>  DRY=1  DETACH=1  ARGS='optim.steps=50 ...'
 #           SEARCH=adaptive [SEARCH_WIDTH=1.3] [SEARCH_BUDGET=60] searches the LRs of a study instead of running its grid
 .DEFAULT_GOAL := help
-.PHONY: help setup sweep-% plan-% sweep-rl studies exact verdict report serve compare bench bench-studies status cancel collect figures bases smol vllm reference lint type test test-vllm test-slow test-slurm bench-search prefetch table-params
+.PHONY: help setup sweep-% plan-% sweep-rl studies exact verdict report serve compare bench bench-studies status cancel collect figures bases smol vllm reference regret lint type test test-vllm test-slow test-slurm bench-search prefetch table-params
 
 SCALE ?= mini
 CLUSTER ?= auto
 ROOT ?= runs
 ARGS ?=
 SOURCE ?=
+MODEL ?=
+DATA ?=
+RANKS ?=
+REWARD ?=
+SEEDS ?=
+START ?=
+BUDGET ?=
 SEARCH ?=
 SEARCH_WIDTH ?=
 SEARCH_BUDGET ?=
@@ -50,6 +57,11 @@ sweep-rl: sweep-rl-lr ## reinforcement learning: reward against LR, its figures,
 studies: $(READY) ## run every supervised study, shared runs once; figures and verdicts of what was found
 	@$(PY) -m sweeps.studies --scale $(SCALE) --cluster $(CLUSTER) $(if $(DRY),--dry) $(if $(DETACH),--detach) launch.root=$(ROOT) $(ARGS)
 	@$(if $(DRY)$(DETACH),,$(MAKE) -s exact figures verdict SOURCE=--root=$(ROOT))
+
+regret: $(READY) ## your own task: which LR, which rank, what LoRA loses; make regret DATA=rows.jsonl [MODEL=mini-w128] [RANKS=1,16,128]
+	@$(PY) -m sweeps.search.regret $(if $(MODEL),--model '$(MODEL)') --data '$(DATA)' --ranks '$(RANKS)' --reward '$(REWARD)' \
+	  --seeds '$(SEEDS)' --start '$(START)' $(BUDGET:%=--budget %) --cluster $(CLUSTER) $(if $(YES),--yes) $(if $(DRY),--dry) \
+	  $(if $(DETACH),--detach) launch.root=$(ROOT) $(ARGS)
 
 exact: $(READY) ## measure what needs no training: first step, invariance, FLOPs, parameter counts
 	@$(PY) -m experiments.exact --root $(ROOT)

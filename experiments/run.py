@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments import claim, store
+from experiments import claim, own_reward, store
 from experiments.compose import expand, parse
 from experiments.config import ConfigError, Engine, LaunchConfig, RunConfig, SamplerKind, encode, run_id, said
+from experiments.objective import Grader
 from experiments.split import check_processes
 
 RESUMABLE = 130
@@ -46,6 +47,8 @@ def check(config: RunConfig, launch: LaunchConfig) -> None:
     from experiments import adapters, models  # torch is imported only by a process that needs it
 
     check_processes(config, launch)
+    if config.rl.reward:
+        own_reward.check(config.rl.reward, config.rl.reward_digest)
     if config.is_rl and launch.sampler is SamplerKind.vllm:
         from experiments.vllm_rollouts import sync_mode
 
@@ -146,7 +149,7 @@ def load_data(config: RunConfig, tokenizer: Any) -> tuple[str, ...]:
     from experiments.data import dataset, problems
 
     if config.is_rl:
-        found = problems.load(config.data)
+        found = problems.load(config.data, config.rl.grader is not Grader.own)
         if config.rl.max_tool_calls:
             from experiments.episodes import check_tools
 

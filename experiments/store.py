@@ -264,7 +264,7 @@ def read_rows(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
     return rows, []
 
 
-RESERVED = frozenset({"studies", "figures", "cache", "bases", "logs", "slurm", "verdict", "wandb"})
+RESERVED = frozenset({"studies", "figures", "cache", "bases", "logs", "slurm", "verdict", "wandb", "regret"})
 """Names under the root that are not runs."""
 
 

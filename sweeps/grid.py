@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,11 @@ def load_study(name: str, scale: str, extra: Sequence[str] = ()) -> Study:
 
     Raises ConfigError, in one line, for an unknown study or scale and for any bad override.
     """
-    document = _read(name)
+    return expand_study(_read(name), name, scale, extra)
+
+
+def expand_study(document: Mapping[str, Any], name: str, scale: str, extra: Sequence[str] = ()) -> Study:
+    """A study from what its file holds; raises ConfigError as ``load_study`` does."""
     scales = document["scales"]
     if scale not in scales:
         raise ConfigError(f"scale: {scale!r} is not allowed for study {name!r}; choose one of {', '.join(scales)}")
