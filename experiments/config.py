@@ -17,9 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from omegaconf import MISSING
-
-from experiments.checks import ConfigError, positive, require
+from experiments.checks import MISSING, ConfigError, positive, require
 from experiments.inputs import ChatTemplate as ChatTemplate
 from experiments.inputs import DataConfig, DataSource, Dtype, ModelConfig
 from experiments.inputs import LossOn as LossOn

@@ -6,6 +6,7 @@ commit of every piece. Runs then read the pinned copies and ask the hub nothing.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -124,12 +125,16 @@ def fetch(piece: Piece) -> str:
     files = sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
     if not files:
         raise ConfigError(f"hub: {piece} holds no file")
-    _write_pins({**pins(), str(piece): {"commit": directory.name, "files": files}})
+    _pin(piece, {"commit": directory.name, "files": files})
     return directory.name
 
 
-def _write_pins(content: dict[str, Any]) -> None:
+def _pin(piece: Piece, pin: dict[str, Any]) -> None:
+    """Add one piece to the pins. Another prefetch may be adding its own: one after the other, so that none is lost."""
     path = cache_dir() / PINS
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
-    partial.replace(path)
+    with path.with_suffix(".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # dropped with the file, however this process ends
+        content = {**pins(), str(piece): pin}
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        partial.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+        partial.replace(path)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from omegaconf import MISSING
-
-from experiments.checks import positive, require
+from experiments.checks import MISSING, positive, require
 
 
 class Dtype(enum.Enum):

@@ -39,7 +39,7 @@ BOUNDARIES = {  # library -> the only modules that may import it
     "accelerate": {"experiments.sharding"},
     "submitit": {"slurm"},
     "hydra": {"experiments.compose"},
-    "omegaconf": {"experiments.compose", "experiments.config", "experiments.inputs"},
+    "omegaconf": {"experiments.compose"},
 }  # fmt: skip
 MAX_LINES = 400
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import shutil
 import time
 from pathlib import Path
@@ -163,3 +164,18 @@ def test_unreadable_pins_are_one_line(empty_cache: Path) -> None:
     (empty_cache / hub.PINS).write_text("{")
     with pytest.raises(ConfigError, match=r"pins\.json: cannot be read .* run make prefetch again"):
         hub.missing([parse(WORDS)[0]])
+
+
+def _pin_many(first: int) -> None:
+    for number in range(first, first + 40):
+        hub._pin(hub.Piece("model", f"a/m{number}", "main"), {"commit": "c", "files": []})
+
+
+def test_two_prefetches_at_once_lose_no_pin(empty_cache: Path) -> None:
+    empty_cache.mkdir()
+    both = [multiprocessing.get_context("fork").Process(target=_pin_many, args=(first,)) for first in (0, 100)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join()
+    assert len(hub.pins()) == 80 and [process.exitcode for process in both] == [0, 0]
