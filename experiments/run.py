@@ -93,15 +93,15 @@ def execute(config: RunConfig, launch: LaunchConfig, progress: Any = None) -> di
         if writer.summary is not None:  # finished by someone else while we waited for the lock
             return writer.summary
         try:
-            with tracking.tracker(config, launch) as tracker:
-                writer.mirrors.append(tracker.log)
+            with tracking.tracker(config, launch, writer) as tracker:
+                writer.mirrors.append(tracker)
                 writer.write("provenance.json", provenance.of_run(config, _engine(launch)))
                 summary = _flow(config, launch)(config, launch, writer, progress or recorder.Progress())
+                notes = (*notes, *summary.pop("warnings", ()))
+                return writer.finish({**summary, "run_id": run_id(config), "time_unix_s": time.time(),
+                                      "notes": [*notes, *writer.notes]})  # fmt: skip
         except BaseException as error:
             raise failures.recorded(error, writer) from error.__cause__
-        notes = (*notes, *summary.pop("warnings", ()))
-        return writer.finish({**summary, "run_id": run_id(config), "time_unix_s": time.time(),
-                              "notes": [*notes, *writer.notes]})  # fmt: skip
 
 
 def _engine(launch: LaunchConfig) -> dict[str, Any]:
