@@ -2,7 +2,7 @@
 # Options:  SCALE=mini|smol|paper  CLUSTER=auto|local|<profile of conf/cluster>  DRY=1  DETACH=1  ARGS='optim.steps=50 ...'
 #           SEARCH=adaptive [SEARCH_WIDTH=1.3] [SEARCH_BUDGET=60] searches the LRs of a study instead of running its grid
 .DEFAULT_GOAL := help
-.PHONY: help setup sweep-% plan-% sweep-rl studies exact verdict compare bench status cancel collect figures bases smol gpu vllm reference lint type test test-vllm test-slurm bench-search prefetch table-params
+.PHONY: help setup sweep-% plan-% sweep-rl studies exact verdict compare bench status cancel collect figures bases smol gpu vllm reference lint type test test-vllm test-slurm test-gpu bench-search prefetch table-params
 
 SCALE ?= mini
 CLUSTER ?= auto
@@ -121,6 +121,9 @@ test: lint type ## lint, types, unit tests and a tiny sweep through the real ent
 
 test-vllm: $(READY_VLLM) ## the tests that need vLLM, in .venv-vllm
 	$(PY_VLLM) -m pytest -m vllm
+
+test-gpu: ## bf16, speed, memory and packing on one GPU, at most 8 minutes; needs torch, transformers and peft only
+	@$(or $(wildcard $(PY)),$(PYTHON)) -m experiments.bench.gpu --out $(ROOT)/gpu $(ARGS)
 
 test-slurm: $(READY) ## all tests of SLURM, the slow ones too (Debian's packages, see .ci/run)
 	$(PY) -m pytest -m slurm

@@ -178,6 +178,15 @@ def empty_model(config: ModelConfig, cache: Path, local_only: bool = False) -> P
             return AutoModelForCausalLM.from_config(shapes)
 
 
+def random_model(shapes: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """A model with random weights: for what depends on sizes alone. The same weights every time."""
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(shapes, dtype=dtype)
+    model.config.use_cache = False
+    return model.train()
+
+
 def num_matrix_parameters(model: PreTrainedModel) -> int:
     """Parameters that one token is multiplied with: all matrices but the embedding, which is looked up, and of the
     experts (matrices stacked in three dimensions) the share that is active."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -18,6 +18,16 @@ class Settings:
     eps: Tensor
     weight_decay: Tensor
     max_grad_norm: Tensor  # 0: no clipping
+    decays: bool = field(init=False)
+    clips: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Looked at once: in a step it would make the host wait for a GPU, and could not be captured in a graph."""
+        self.decays, self.clips = bool((self.weight_decay > 0).any()), bool((self.max_grad_norm > 0).any())
+
+    def of(self, chosen: Tensor) -> Settings:
+        """The settings of some of the arms, by number."""
+        return Settings(*(getattr(self, f.name)[chosen] for f in fields(self) if f.init))
 
 
 def grad_norms(grad: Tensor) -> Tensor:
@@ -33,10 +43,10 @@ def step_(theta: Tensor, m: Tensor, v: Tensor, grad: Tensor, num_steps: Tensor, 
     """
     s = settings
     limit = s.max_grad_norm
-    if bool((limit > 0).any()):
+    if s.clips:
         factor = (limit / (grad_norms(grad)[:, None] + 1e-6)).clamp_(max=1.0)
         grad.mul_(torch.where(limit > 0, factor, torch.ones_like(factor)))
-    if bool((s.weight_decay > 0).any()):
+    if s.decays:
         theta.mul_(1 - s.lr * s.weight_decay)
     m.lerp_(grad, (1 - s.beta1).expand_as(grad))
     v.mul_(s.beta2).addcmul_(grad.mul_((1 - s.beta2).sqrt()), grad)

@@ -172,8 +172,7 @@ class Pack:
                 chosen = torch.tensor([k for k, is_on in enumerate(mine) if is_on])
                 self.num_steps[g][chosen] += 1
                 new_theta, m, v = theta[chosen], self.ms[g][chosen], self.vs[g][chosen]
-                settings = Settings(*(value[chosen] for value in vars(self.settings[g]).values()))
-                step_(new_theta, m, v, grad[chosen], self.num_steps[g][chosen], settings)
+                step_(new_theta, m, v, grad[chosen], self.num_steps[g][chosen], self.settings[g].of(chosen))
                 theta[chosen], self.ms[g][chosen], self.vs[g][chosen] = new_theta, m, v
                 grad[chosen] = 0.0
         self._refresh()

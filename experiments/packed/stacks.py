@@ -113,7 +113,8 @@ def merge(decoder: Decoder, layouts: Sequence[LoRALayout], thetas: Sequence[Tens
         for part, a, b in layout.pairs():
             block = slice(part.at, part.at + part.size)
             base = decoder.base[part.fused][block].expand(len(theta), -1, -1)
-            out[part.fused][arms, block] = torch.baddbmm(base, b.of(theta), a.of(theta) * scale)
+            factors = b.of(theta).to(base.dtype), (a.of(theta) * scale).to(base.dtype)
+            out[part.fused][arms, block] = torch.baddbmm(base, *factors)
         first += len(theta)
     return out
 
@@ -127,7 +128,7 @@ def unmerge(grads: dict[str, Tensor], layouts: Sequence[LoRALayout], thetas: Seq
         arms = slice(first, first + len(theta))
         grad = torch.zeros_like(theta)
         for part, a, b in layout.pairs():
-            of_weight = grads[part.fused][arms, part.at : part.at + part.size]
+            of_weight = grads[part.fused][arms, part.at : part.at + part.size].to(theta.dtype)
             torch.mul(torch.bmm(b.of(theta).mT, of_weight), scale, out=a.of(grad))
             b.of(grad).copy_(torch.bmm(of_weight, (a.of(theta) * scale).mT))
         found.append(grad)

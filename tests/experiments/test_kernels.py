@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from experiments import adapters, engines, kernels, memory, models, sft
 from experiments.compose import parse
-from experiments.config import Checkpointing, ConfigError, LaunchConfig, MethodConfig, SeedConfig, run_id
+from experiments.config import Attention, Checkpointing, ConfigError, LaunchConfig, MethodConfig, SeedConfig, run_id
 from experiments.losses import IGNORED, token_nll_sum
 from experiments.run import check, execute
 from sweeps import grid
@@ -51,6 +51,13 @@ def liger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, "liger_kernel", package)
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", inner)
     yield
+
+
+def test_attention_is_the_one_asked_for() -> None:
+    for name, implementation in (("eager", "eager"), ("sdpa", "sdpa")):
+        model = kernels.arrange(tiny_llama(), LaunchConfig(attention=Attention[name]))
+        assert model.config._attn_implementation == model.model.layers[0].self_attn.config._attn_implementation
+        assert model.config._attn_implementation == implementation
 
 
 def losses(overrides: list[str], *more: str) -> list[float]:

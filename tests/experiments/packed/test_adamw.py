@@ -58,7 +58,7 @@ def test_counts_of_steps_are_each_arms_own() -> None:
     for step, grad in enumerate(grads):
         present = [arm for arm in range(len(ARMS)) if step >= late[arm]]
         count = torch.tensor([step + 1.0 - late[arm] for arm in present], dtype=torch.float64)[:, None]
-        settings = Settings(*(value[present] for value in vars(columns(torch.float64)).values()))
+        settings = columns(torch.float64).of(torch.tensor(present))
         mine = theta[present], m[present], v[present]
         step_(*mine, grad[present], count, settings)
         theta[present], m[present], v[present] = mine
