@@ -104,6 +104,17 @@ def require(configs: Iterable[RunConfig], command: str) -> None:
         )
 
 
+def check_model(config: RunConfig) -> None:
+    """Say at once what a run lacks whose model is not here at all. Raises ConfigError.
+
+    Libraries would take seconds to be loaded before they find out, or a minute to give up a network that is not there.
+    A model in the cache that was not prefetched is theirs to judge.
+    """
+    wanted = [piece for piece in pieces(config) if piece.kind == "model"]
+    if os.environ.get("HF_HUB_OFFLINE") == "1" and any(not (cache_dir() / piece.folder).exists() for piece in wanted):
+        require([config], "make prefetch SCALE=paper")
+
+
 def fetch(piece: Piece) -> str:
     """Download a piece at the commit it is pinned to, or pin it to the one its revision has now; returns the commit.
 

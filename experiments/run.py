@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments import claim, store
+from experiments import claim, hub, store
 from experiments.compose import expand, parse
 from experiments.config import ConfigError, Engine, LaunchConfig, RunConfig, SamplerKind, encode, run_id, said
 from experiments.split import check_processes
@@ -171,9 +171,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(words):
         print(__doc__)
         return 0
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # as of every job: what a run needs was fetched before
     try:
         lines = expand(overrides) if multirun else [overrides]
         points = [parse(line) for line in lines]
+        for config, _ in points:
+            hub.check_model(config)
         prepare_process(max(launch.processes for _, launch in points))
         for config, launch in points:  # an impossible last point is said before the first one trains
             check(config, launch)
