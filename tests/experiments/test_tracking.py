@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 import time
 from collections.abc import Iterator
@@ -63,8 +64,12 @@ class Mirrored:
                 self.summary |= {i.key or i.nested_key[0]: json.loads(i.value_json) for i in record.summary.update}
 
 
-def mirrored(root: Path, run: str) -> list[Mirrored]:
-    return [Mirrored(path) for path in sorted((root / "wandb").glob(f"offline-run-*-{run}"))]
+def taken(root: Path, run: str) -> Mirrored:
+    """The one attempt in the store, taken out of it: wandb names directories by the second, tests are quicker."""
+    (directory,) = (root / "wandb").glob(f"offline-run-*-{run}")
+    found = Mirrored(directory)
+    shutil.rmtree(directory)
+    return found
 
 
 def on_disk(run: Path) -> list[dict[str, Any]]:
@@ -90,15 +95,15 @@ def test_interrupted_run_is_mirrored_once_step_by_step(engine: str, tiny_overrid
         if step == 6 and seen.count(6) == 1:
             raise OSError("power cut")
 
+    root, run = Path(launch.root), run_id(config)
     with pytest.raises(Interrupted):
         execute(config, launch, Progress(on_step=lambda step, *_: seen.append(step), should_stop=lambda: 3 in seen))
-    time.sleep(1.1)  # wandb names directories by the second
+    attempts = [taken(root, run)]
     with pytest.raises(OSError, match="power cut"):
         execute(config, launch, Progress(on_step=broken))
-    time.sleep(1.1)
+    attempts.append(taken(root, run))
     summary = execute(config, launch)
-    root, run = Path(launch.root), run_id(config)
-    attempts = mirrored(root, run)
+    attempts.append(taken(root, run))
     assert [attempt.steps for attempt in attempts] == [[0, 1, 2, 3], [], [4, 5, 6, 7, 8]]
     assert seen == [1, 2, 3, 4, 5, 6]
     rows = [{"step": step, **row} for a in attempts for step, row in zip(a.steps, a.rows, strict=True)]
@@ -106,7 +111,7 @@ def test_interrupted_run_is_mirrored_once_step_by_step(engine: str, tiny_overrid
     assert all(attempt.ids == {run} and attempt.config == encode(config) for attempt in attempts)
     assert attempts[-1].summary["outcome"] == "finished"
     assert attempts[-1].summary["test/nll_nats"] == summary["metrics"]["test/nll_nats"]
-    assert execute(config, launch) == summary and len(mirrored(root, run)) == 3  # done: nothing is sent again
+    assert execute(config, launch) == summary and not list(root.glob("wandb/offline*"))  # done: nothing is sent again
 
 
 def test_rows_sent_before_are_not_sent_again_when_a_checkpoint_is_lost(
@@ -120,9 +125,9 @@ def test_rows_sent_before_are_not_sent_again_when_a_checkpoint_is_lost(
     run = Path(launch.root) / run_id(config)
     for sealed in (run / "checkpoints").glob("*/*.json"):
         sealed.unlink()
-    time.sleep(1.1)
+    first = taken(run.parent, run.name)
     execute(config, launch)
-    assert [attempt.steps for attempt in mirrored(Path(launch.root), run.name)] == [[0, 1, 2, 3], [4, 5, 6, 7, 8]]
+    assert (first.steps, taken(run.parent, run.name).steps) == ([0, 1, 2, 3], [4, 5, 6, 7, 8])
 
 
 def test_mirror_asked_for_later_has_the_steps_before_it_too(tiny_overrides: list[str]) -> None:
@@ -132,7 +137,7 @@ def test_mirror_asked_for_later_has_the_steps_before_it_too(tiny_overrides: list
         execute(*parse(words), Progress(on_step=lambda step, *_: seen.append(step), should_stop=lambda: bool(seen)))
     config, launch = parse([*words, "launch.wandb=true"])
     execute(config, launch)
-    (attempt,) = mirrored(Path(launch.root), run_id(config))
+    attempt = taken(Path(launch.root), run_id(config))
     assert attempt.steps == [0, 1, 2, 3, 4, 5]
 
 
@@ -141,7 +146,7 @@ def test_runs_trained_together_have_a_mirror_each(tiny_overrides: list[str], mon
     points = [parse([*tiny_overrides, "launch.wandb=true", f"optim.lr={lr}", "optim.steps=3"]) for lr in (1e-3, 2e-3)]
     packed.execute([config for config, _ in points], points[0][1], packed.Reports())
     for config, launch in points:
-        (attempt,) = mirrored(Path(launch.root), run_id(config))
+        attempt = taken(Path(launch.root), run_id(config))
         assert attempt.steps == [0, 1, 2, 3] and attempt.config["optim"]["lr"] == config.optim.lr
         assert [{"step": s, **r} for s, r in zip(attempt.steps, attempt.rows, strict=True)] == on_disk(
             Path(launch.root) / run_id(config)
