@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from experiments import adapters, models
+from experiments import adapters, kernels, models
 from experiments.claim import RunWriter
 from experiments.config import Dtype, LaunchConfig, RunConfig, SamplerKind
 from experiments.data import dataset, problems
@@ -59,7 +59,7 @@ class Trainer(GRPOTrainer):
         self.followed: dict[str, float] = {}
         self._turn = (-1, 0)  # step and number of the next call to the sampler within it
         os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # of environments; the versions are pinned
-        with adapters.unembedding_hidden(model):
+        with adapters.unguarded(model):
             super().__init__(model=model, reward_funcs=[self._reward], **kwargs)
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
@@ -157,7 +157,8 @@ def train(config: RunConfig, launch: LaunchConfig, writer: RunWriter, progress: 
     cache = Path(launch.root) / "cache"
     tokenizer = models.load_tokenizer(config.model, cache)
     data = problems.load(config.data, config.rl.grader is not Grader.own)
-    model = adapters.attach(models.load_model(config.model, cache), config.method, config.seed)
+    base = kernels.arrange(models.load_model(config.model, cache), launch)
+    model = adapters.attach(base, config.method, config.seed)
     initial = adapters.init_hash(model)
     drawn = config.optim.batch_size * -(-config.optim.steps // config.rl.updates_per_batch)
     order = dataset.order(len(data.train), drawn, config.seed.data)
@@ -256,7 +257,7 @@ def trainer_arguments(config: RunConfig, launch: LaunchConfig, output: Path) -> 
         max_grad_norm=optim.max_grad_norm,
         bf16=optim.autocast is Dtype.bfloat16,
         seed=config.seed.init,
-        gradient_checkpointing=False,
+        gradient_checkpointing=False,  # the model does it by itself, see kernels.arrange
         save_strategy="no",  # Recorder asks for checkpoints
         logging_strategy="no",
         eval_strategy="no",

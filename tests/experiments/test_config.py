@@ -74,6 +74,7 @@ GOLDEN_DEFAULTS = {
     "SeedConfig.init": 0, "SeedConfig.data": 0, "SeedConfig.sampling": 0, "ModelConfig.name": "???",
     "ModelConfig.source": "bundled", "ModelConfig.path": "???", "ModelConfig.revision": "???",
     "ModelConfig.weight_dtype": "float32", "ModelConfig.chat_template": "own",
+    "ModelConfig.quantization": "none",
     "RLConfig.group_size": 0, "RLConfig.max_new_tokens": 16,
     "RLConfig.grader": "task", "RLConfig.grade_limit_s": 5.0, "RLConfig.max_tool_calls": 0,
     "RLConfig.eval_samples": 4,
