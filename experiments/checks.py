@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
+
+MISSING: Any = "???"
+"""A value that must be given: what OmegaConf calls MISSING. The schema does without OmegaConf itself, so that a machine
+that lacks it can still use what is built on the schema."""
 
 
 class ConfigError(ValueError):

@@ -10,7 +10,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -58,6 +58,19 @@ class ResumePoint:
     rows: list[dict[str, Any]]
 
 
+class Mirror(Protocol):
+    """Who else is told what the record of a run holds (``experiments.tracking``)."""
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """A row of metrics that is on disk."""
+
+    def seal(self) -> None:
+        """The rows so far will not be trained again."""
+
+    def end(self, summary: Mapping[str, Any]) -> None:
+        """The run is done."""
+
+
 class Writer(Protocol):
     """What a training flow asks of who writes its run."""
 
@@ -93,7 +106,7 @@ class RunWriter:
         self.path = path
         self.owner = owner
         self.notes: list[str] = []
-        self.mirrors: list[Callable[[Mapping[str, Any]], None]] = []
+        self.mirrors: list[Mirror] = []
         self._lock = lock
         self._metrics: Any = None
 
@@ -144,6 +157,10 @@ class RunWriter:
             self.notes.append(f"resumed from step {found.step}")
         write_atomic(self.path / "metrics.jsonl", "".join(_row(row) for row in found.rows) if found else "")
         self._cut_samples(found.step if found else -1)
+        for mirror in self.mirrors:
+            for row in found.rows if found else ():
+                mirror.log(row)
+            mirror.seal()
         return found
 
     def _cut_samples(self, step: int) -> None:
@@ -169,7 +186,7 @@ class RunWriter:
             self._metrics.write(_row(row))
             self._metrics.flush()
         for mirror in self.mirrors:
-            mirror(row)
+            mirror.log(row)
 
     def append_sample(self, row: Mapping[str, Any]) -> None:
         """Add one sampled completion to samples.jsonl."""
@@ -196,6 +213,8 @@ class RunWriter:
                 place.rename(self.scratch / f"replaced-{written.name}")
             written.rename(place)
         prune_checkpoints(self.path)
+        for mirror in self.mirrors:
+            mirror.seal()
 
     def finish(self, summary: Mapping[str, Any]) -> dict[str, Any]:
         """Commit the run: metrics to disk, then summary.json; checkpoints are dropped afterwards."""
@@ -207,6 +226,8 @@ class RunWriter:
         (self.path / "failure.json").unlink(missing_ok=True)
         self.write("summary.json", summary)
         shutil.rmtree(self.path / "checkpoints", ignore_errors=True)
+        for mirror in self.mirrors:
+            mirror.end(summary)
         return dict(summary)
 
     def fail(self, cause: str, detail: str) -> None:

@@ -17,13 +17,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from omegaconf import MISSING
-
-from experiments.checks import ConfigError, positive, require
+from experiments.checks import MISSING, ConfigError, positive, require
 from experiments.inputs import ChatTemplate as ChatTemplate
 from experiments.inputs import DataConfig, DataSource, Dtype, ModelConfig
 from experiments.inputs import LossOn as LossOn
 from experiments.inputs import ModelSource as ModelSource
+from experiments.inputs import Quantization as Quantization
 from experiments.objective import RLConfig
 
 
@@ -42,6 +41,18 @@ class Sync(enum.Enum):
     auto = "auto"  # adapter where there is one, merged for full fine-tuning
     adapter = "adapter"
     merged = "merged"
+
+
+class Attention(enum.Enum):
+    sdpa = "sdpa"  # torch's own choice of kernel
+    eager = "eager"
+    flash = "flash"  # the flash-attn package, in 16 bit
+
+
+class Checkpointing(enum.Enum):
+    auto = "auto"  # where the planned memory does not fit the device without it (experiments/memory.py)
+    always = "always"
+    never = "never"
 
 
 class MethodKind(enum.Enum):
@@ -197,6 +208,10 @@ class RunConfig:
             "table walks are answered with tools: 1 or more" if walks else "0: only data.source=table_walk has tools"
         )
         require((calls > 0) == walks, "rl.max_tool_calls", calls, allowed)
+        quantised = self.model.quantization is not Quantization.none
+        require(not (quantised and self.method.kind is MethodKind.full), "model.quantization",
+                self.model.quantization.name, "full fine-tuning trains weights that 4 bits cannot hold, so that none "
+                "that LoRA is compared with has such a base")  # fmt: skip
         if not self.is_rl:
             require(self.rl == RLConfig(), "rl.group_size", 0, "the other rl settings need completions to sample")
 
@@ -220,6 +235,9 @@ class LaunchConfig:
     processes: int = 1  # that train one run together, one on each device (experiments/sharded.py)
     micro_batch_size: int = 0  # sequences that one process takes at a time; 0: its whole share of the batch
     padding_free: bool = False  # a micro-batch as one row without padding, each sequence seeing itself alone
+    attention: Attention = Attention.sdpa
+    gradient_checkpointing: Checkpointing = Checkpointing.auto
+    liger: bool = False  # Liger's loss, fused with the unembedding: the logits are never whole in memory
     checkpoint_every_s: float = 20.0
     workers: int = 0  # 0: as many as there are GPUs, or cores where there is none, for ``processes`` each
     wandb: bool = False

@@ -8,7 +8,8 @@ work are left out, as there.
 Memory. Full fine-tuning holds 16 bytes a parameter (weight, gradient and AdamW's two moments in fp32, or
 weight and gradient in 16 bit beside fp32 masters: the same sum). LoRA holds the frozen weights, and 16 bytes
 for each trained parameter. Activations are what autograd saves for the backward pass of a Llama block with a
-fused attention: counted tensor by tensor, see ``activation_bytes``.
+fused attention: counted tensor by tensor, see ``activation_bytes``. Under autocast it saves the 16-bit copies of the
+fp32 weights too, see ``copies_bytes``.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Memory:
     """Bytes on the devices of one run, by what holds them."""
 
     weights: float = 0.0
+    copies: float = 0.0
     gradients: float = 0.0
     optimizer: float = 0.0
     activations: float = 0.0
@@ -45,6 +47,13 @@ class Memory:
     def fixed(self) -> float:
         """What does not depend on the batch."""
         return self.weights + self.gradients + self.optimizer + self.sampler
+
+    @property
+    def peak(self) -> float:
+        """What is there at one time. Logits are there twice while they are made; keys and values while nothing is
+        trained, and a sampler with weights of its own makes do with the room that is left."""
+        training = self.copies + self.activations + 2 * self.logits
+        return self.fixed + (training if self.sampler else max(training, self.kv_cache))
 
     @property
     def total(self) -> float:
@@ -85,7 +94,7 @@ def state_memory(
 
 
 def activation_bytes(
-    dims: Dims, num_tokens: int, bytes_per_value: float, rank: int = 0, checkpointing: bool = False
+    dims: Dims, num_tokens: int, bytes_per_value: float, rank: int = 0, checkpointing: bool = False, mixed: bool = False
 ) -> float:
     """Bytes that autograd saves between the forward and the backward pass, without the logits.
 
@@ -94,12 +103,35 @@ def activation_bytes(
     log-sum per head; the gated feed-forward both branches, the activated one and their product (4 ffn); each of
     seven adapters ``rank`` values (0: full fine-tuning). With gradient checkpointing a layer keeps its input, and
     one layer at a time is computed again.
+
+    ``mixed``: fp32 weights under bf16 autocast. The norms and what runs past the layers stay in fp32, and each matrix
+    that trains (each adapter, the one on the attention's output too) saves a 16-bit copy of its own input.
     """
-    norm = (2 if rank else 3) * dims.width
-    attention = dims.head_dim * (2 * dims.num_heads + 2 * dims.num_kv_heads) + dims.num_heads
-    layer = 2 * norm + attention + 4 * dims.ffn + 7 * rank
-    layers = dims.num_layers * dims.width + layer if checkpointing else dims.num_layers * layer
-    return bytes_per_value * num_tokens * (layers + norm)
+    width, wide, narrow = dims.width, 4.0 if mixed else bytes_per_value, 2.0 if mixed else bytes_per_value
+    norm = (1 if rank else 2) * wide * width
+    read = (
+        5 * narrow * width + (narrow * dims.num_heads * dims.head_dim if rank else 0) if mixed else 2 * narrow * width
+    )
+    attention = dims.head_dim * (2 * dims.num_heads + 2 * dims.num_kv_heads) * narrow
+    attention += dims.num_heads * (4.0 if mixed else bytes_per_value)
+    layer = 2 * norm + read + attention + narrow * (4 * dims.ffn + 7 * rank)
+    layers = dims.num_layers * width * wide + layer if checkpointing else dims.num_layers * layer
+    return num_tokens * (layers + norm + (0 if mixed and rank else narrow * width))
+
+
+def copies_bytes(
+    num_matrix_parameters: int, num_kept: int, num_trainable: int, adapter: bool, checkpointing: bool = False
+) -> float:
+    """Bytes of the 16-bit copies of fp32 weights that autocast makes and the backward pass reads again.
+
+    Args:
+        num_matrix_parameters: of all matrices but the embedding. num_kept: of one layer's and the unembedding's.
+        num_trainable: of the adapter. adapter: whether the matrices themselves are frozen.
+        checkpointing: a layer at a time is computed again, and its frozen weights are cast again. Copies of weights
+            that train are kept until the forward pass has ended.
+    """
+    kept = num_kept if checkpointing and adapter else num_matrix_parameters
+    return 2.0 * (kept + (num_trainable if adapter else 0))
 
 
 def logits_bytes(dims: Dims, num_tokens: int) -> float:

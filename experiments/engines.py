@@ -23,10 +23,11 @@ def chosen(config: RunConfig, launch: LaunchConfig) -> Engine:
         return Engine.packed if (begun[-1] / PACKED_STATE).exists() else Engine.trl
     if launch.engine is Engine.trl or (launch.engine is Engine.auto and _slower_packed(config)):
         return Engine.trl
+    from experiments.kernels import only_single
     from experiments.packed.session import refusal
 
     several = "several processes train it" if launch.processes > 1 else None
-    reason = several or refusal(config, root / "cache")
+    reason = several or only_single(launch) or refusal(config, root / "cache")
     if reason is None:
         return Engine.packed
     if launch.engine is Engine.packed:

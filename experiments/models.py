@@ -17,6 +17,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -24,7 +25,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from experiments import architectures, chat, hub
-from experiments.config import ConfigError, ModelConfig, ModelSource
+from experiments.config import ConfigError, ModelConfig, ModelSource, Quantization
 from experiments.cost import Dims
 
 BASES_DIR = Path(__file__).resolve().parent / "bases"
@@ -104,6 +105,19 @@ def _revision(config: ModelConfig) -> str:
     return config.revision if config.source is ModelSource.hub else "main"
 
 
+def _quantised(config: ModelConfig, compute: torch.dtype) -> dict[str, BitsAndBytesConfig]:
+    """How a base in 4 bits is loaded (QLoRA, arXiv:2305.14314). Unembedding and stacked experts stay as they are."""
+    if config.quantization is Quantization.none:
+        return {}
+    four_bits = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=config.quantization.value,
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute,
+    )
+    return {"quantization_config": four_bits}
+
+
 @lru_cache(maxsize=2)
 def _loaded(config: ModelConfig, cache: Path) -> PreTrainedModel:
     transformers_logging.set_verbosity_error()
@@ -112,8 +126,11 @@ def _loaded(config: ModelConfig, cache: Path) -> PreTrainedModel:
         # transformers 5 would load the checkpoint's own dtype: always say which one is meant.
         dtype = getattr(torch, config.weight_dtype.value)
         model = AutoModelForCausalLM.from_pretrained(
-            model_directory(config, cache), revision=_revision(config), dtype=dtype
+            model_directory(config, cache), revision=_revision(config), dtype=dtype, **_quantised(config, dtype)
         )
+    for module in model.modules() if config.quantization is not Quantization.none else ():
+        # On a CPU bitsandbytes would round the scales to bf16 at the first evaluation, and leave them so.
+        module.support_avx512bf16_for_cpu = False
     model.config.use_cache = False
     if config.source is ModelSource.hub and hub.local(_piece(config)):
         model.config._commit_hash = hub.commit(_piece(config))  # read from a directory, which does not say it
@@ -161,6 +178,15 @@ def empty_model(config: ModelConfig, cache: Path, local_only: bool = False) -> P
             return AutoModelForCausalLM.from_config(shapes)
 
 
+def random_model(shapes: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """A model with random weights: for what depends on sizes alone. The same weights every time."""
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(shapes, dtype=dtype)
+    model.config.use_cache = False
+    return model.train()
+
+
 def num_matrix_parameters(model: PreTrainedModel) -> int:
     """Parameters that one token is multiplied with: all matrices but the embedding, which is looked up, and of the
     experts (matrices stacked in three dimensions) the share that is active."""
@@ -169,6 +195,13 @@ def num_matrix_parameters(model: PreTrainedModel) -> int:
     experts, active = getattr(model.config, "num_experts", 0), getattr(model.config, "num_experts_per_tok", 0)
     counted = (p.numel() * active // experts if p.ndim == 3 else p.numel() for p in model.parameters() if p.ndim >= 2)
     return sum(counted) - (0 if tied else embedding.numel())
+
+
+def num_quantised(model: PreTrainedModel) -> int:
+    """Parameters of the matrices that a base in 4 bits keeps so: those of the layers, but for stacked experts."""
+    groups = ("attn", "mlp")
+    named = model.named_parameters()
+    return sum(p.numel() for name, p in named if p.ndim == 2 and architectures.group_of(name) in groups)
 
 
 def dims(config: PretrainedConfig) -> Dims:

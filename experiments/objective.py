@@ -19,6 +19,7 @@ class Grader(enum.Enum):
     exact = "exact"  # the reference answer and nothing else
     task = "task"  # the scorer of the reasoning-gym task
     math_verify = "math_verify"  # symbolic equality with a reference answer
+    own = "own"  # a Python function of the user's (experiments/own_reward.py)
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class RLConfig:
     ``diverged``) when it ends below ``collapsed_below`` times the base's held-out reward, or when its loss is
     not finite.
 
+    ``reward`` is the user's own, ``FILE.py:FUNCTION``, and ``reward_digest`` pins that file (``grader=own`` only).
+
     The last six fields are the objective's. Each may leave the post's value only if ``off_objective`` names it.
     """
 
@@ -42,6 +45,8 @@ class RLConfig:
     max_tool_calls: int = 0
     eval_samples: int = 4
     collapsed_below: float = 0.5
+    reward: str = ""
+    reward_digest: str = ""
     off_objective: tuple[str, ...] = ()
     temperature: float = 1.0
     top_p: float = 1.0
@@ -62,6 +67,9 @@ class RLConfig:
         require(self.top_k >= 0, "rl.top_k", self.top_k, "0 (off) or more")
         clip = self.clip_ratio
         require(math.isfinite(clip) and clip >= 0, "rl.clip_ratio", clip, "it must be 0 (off) or positive")
+        own = (bool(self.reward), bool(self.reward_digest))
+        wanted = "name FILE.py:FUNCTION and its digest" if self.grader is Grader.own else "they belong to rl.grader=own"
+        require(own == ((self.grader is Grader.own),) * 2, "rl.reward, rl.reward_digest", own, wanted)
         self._check_objective()
 
     def _check_objective(self) -> None:

@@ -23,13 +23,14 @@ from torch import Tensor, nn
 from transformers import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from experiments import adapters, models
+from experiments import adapters, kernels, models
 from experiments.claim import RunWriter
 from experiments.config import Dtype, LaunchConfig, RunConfig, SamplerKind
 from experiments.data import dataset, problems
 from experiments.episodes import TRAIN, Tester, answer_of, environments, sampling_seed
 from experiments.grading import OUTCOMES, Grade, GraderProcess
 from experiments.losses import policy_gradient_loss, token_logps
+from experiments.objective import Grader
 from experiments.recorder import Interrupted, Progress, Recorder, finite_or_none
 from experiments.rewards import frac_mixed, group_bits, mean_graded, ratio_summary
 from experiments.rollouts import Completion, FollowTest, Sampler, Sampling, TransformersSampler
@@ -58,7 +59,7 @@ class Trainer(GRPOTrainer):
         self.followed: dict[str, float] = {}
         self._turn = (-1, 0)  # step and number of the next call to the sampler within it
         os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # of environments; the versions are pinned
-        with adapters.unembedding_hidden(model):
+        with adapters.unguarded(model):
             super().__init__(model=model, reward_funcs=[self._reward], **kwargs)
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
@@ -114,13 +115,14 @@ class Trainer(GRPOTrainer):
             row = {
                 "train/reward": finite_or_none(mean_graded([grade.reward for grade in self.grades])),
                 "train/frac_mixed": frac_mixed(rewards_PG),
-                "train/bits": group_bits(rewards_PG),
                 "train/num_tokens": num_tokens,
                 "train/length": num_tokens / len(self.grades),
                 "train/entropy_nats": -float(np.mean([logp for c in self.drawn for logp in c.logps])),
                 "sampler/frac_truncated": float(np.mean([c.truncated for c in self.drawn])),
                 **{f"grader/{name}": outcomes[name] for name in OUTCOMES if name != "graded"},
             }
+            if np.isin(rewards[~np.isnan(rewards)], (0.0, 1.0)).all():  # a user's own may lie between
+                row["train/bits"] = group_bits(rewards_PG)
             if self.tools:
                 row["train/tool_calls"] = self.num_tool_calls / len(self.grades)
         if finite:
@@ -154,14 +156,18 @@ def train(config: RunConfig, launch: LaunchConfig, writer: RunWriter, progress: 
     begun = time.monotonic()
     cache = Path(launch.root) / "cache"
     tokenizer = models.load_tokenizer(config.model, cache)
-    data = problems.load(config.data)
-    model = adapters.attach(models.load_model(config.model, cache), config.method, config.seed)
+    data = problems.load(config.data, config.rl.grader is not Grader.own)
+    base = kernels.arrange(models.load_model(config.model, cache), launch)
+    model = adapters.attach(base, config.method, config.seed)
     initial = adapters.init_hash(model)
     drawn = config.optim.batch_size * -(-config.optim.steps // config.rl.updates_per_batch)
     order = dataset.order(len(data.train), drawn, config.seed.data)
     how = Sampling(config.rl.max_new_tokens, (int(tokenizer.eos_token_id),), int(tokenizer.pad_token_id),
                    config.rl.temperature, config.rl.top_p, config.rl.top_k)  # fmt: skip
-    sampler, grader = make_sampler(config, launch), GraderProcess(config.rl.grader, config.rl.grade_limit_s)
+    sampler, grader = (
+        make_sampler(config, launch),
+        GraderProcess(config.rl.grader, config.rl.grade_limit_s, reward=config.rl.reward),
+    )
     tester = Tester(config, tokenizer, data.test, sampler, how, grader, writer)
 
     def grade(index: list[int], texts: list[str]) -> list[Grade]:
@@ -251,7 +257,7 @@ def trainer_arguments(config: RunConfig, launch: LaunchConfig, output: Path) -> 
         max_grad_norm=optim.max_grad_norm,
         bf16=optim.autocast is Dtype.bfloat16,
         seed=config.seed.init,
-        gradient_checkpointing=False,
+        gradient_checkpointing=False,  # the model does it by itself, see kernels.arrange
         save_strategy="no",  # Recorder asks for checkpoints
         logging_strategy="no",
         eval_strategy="no",

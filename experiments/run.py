@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments import claim, store
+from experiments import claim, hub, own_reward, store
 from experiments.compose import expand, parse
 from experiments.config import ConfigError, Engine, LaunchConfig, RunConfig, SamplerKind, encode, run_id, said
+from experiments.objective import Grader
 from experiments.split import check_processes
 
 RESUMABLE = 130
@@ -43,9 +44,12 @@ def prepare_process(processes: int = 1) -> None:
 
 def check(config: RunConfig, launch: LaunchConfig) -> None:
     """Refuse what cannot run before anything is written: batch split, sync, rank, model. Raises ConfigError."""
-    from experiments import adapters, models  # torch is imported only by a process that needs it
+    from experiments import adapters, kernels, models  # torch is imported only by a process that needs it
 
     check_processes(config, launch)
+    if config.rl.reward:
+        own_reward.check(config.rl.reward, config.rl.reward_digest)
+    kernels.check(config, launch)
     if config.is_rl and launch.sampler is SamplerKind.vllm:
         from experiments.vllm_rollouts import sync_mode
 
@@ -75,31 +79,38 @@ def execute(config: RunConfig, launch: LaunchConfig, progress: Any = None) -> di
     Raises claim.Busy if another process writes it, ConfigError and StoreError for bad input,
     recorder.Interrupted after a requested stop. Any other exception is recorded in failure.json first.
     """
-    from experiments import engines, failures, models, provenance, recorder, tracking
+    from experiments import engines, failures, kernels, memory, models, provenance, recorder, tracking
 
     root = store.ensure_root(Path(launch.root))
     notes: tuple[str, ...] = ()
     if store.state_of(root / run_id(config)) != "done":
         check(config, launch)
+        kernels.check_device(launch)
         notes = load_data(config, models.load_tokenizer(config.model, root / "cache"))
         if launch.processes == 1:  # else the processes load them, and here they would only take memory
             models.check_weights(config.model, root / "cache")
         if engines.chosen(config, launch) is Engine.packed:
             return _execute_packed(config, launch, progress or recorder.Progress())
+        launch = memory.resolved(config, launch, root / "cache", memory.device_bytes())
     with claim.claim(root, run_id(config), encode(config)) as writer:
         if writer.summary is not None:  # finished by someone else while we waited for the lock
             return writer.summary
         try:
-            with tracking.tracker(config, launch) as tracker:
-                writer.mirrors.append(tracker.log)
-                engine = {"name": "trl", "processes": launch.processes}
-                writer.write("provenance.json", provenance.of_run(config, engine))
+            with tracking.tracker(config, launch, writer) as tracker:
+                writer.mirrors.append(tracker)
+                writer.write("provenance.json", provenance.of_run(config, _engine(launch)))
                 summary = _flow(config, launch)(config, launch, writer, progress or recorder.Progress())
+                notes = (*notes, *summary.pop("warnings", ()))
+                return writer.finish({**summary, "run_id": run_id(config), "time_unix_s": time.time(),
+                                      "notes": [*notes, *writer.notes]})  # fmt: skip
         except BaseException as error:
             raise failures.recorded(error, writer) from error.__cause__
-        notes = (*notes, *summary.pop("warnings", ()))
-        return writer.finish({**summary, "run_id": run_id(config), "time_unix_s": time.time(),
-                              "notes": [*notes, *writer.notes]})  # fmt: skip
+
+
+def _engine(launch: LaunchConfig) -> dict[str, Any]:
+    """What trains a run, for its provenance."""
+    names = ("processes", "attention", "gradient_checkpointing", "liger")
+    return {"name": "trl", **{name: value for name, value in encode(launch).items() if name in names}}
 
 
 def _execute_packed(config: RunConfig, launch: LaunchConfig, progress: Any) -> dict[str, Any]:
@@ -146,7 +157,7 @@ def load_data(config: RunConfig, tokenizer: Any) -> tuple[str, ...]:
     from experiments.data import dataset, problems
 
     if config.is_rl:
-        found = problems.load(config.data)
+        found = problems.load(config.data, config.rl.grader is not Grader.own)
         if config.rl.max_tool_calls:
             from experiments.episodes import check_tools
 
@@ -163,9 +174,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(words):
         print(__doc__)
         return 0
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # as of every job: what a run needs was fetched before
     try:
         lines = expand(overrides) if multirun else [overrides]
         points = [parse(line) for line in lines]
+        for config, _ in points:
+            hub.check_model(config)
         prepare_process(max(launch.processes for _, launch in points))
         for config, launch in points:  # an impossible last point is said before the first one trains
             check(config, launch)

@@ -17,7 +17,7 @@ from torch.utils.data import SequentialSampler
 from transformers import PreTrainedTokenizerBase, PrinterCallback
 from trl import SFTConfig, SFTTrainer
 
-from experiments import adapters, models, ranks, sharding
+from experiments import adapters, kernels, models, ranks, sharding
 from experiments.claim import Writer
 from experiments.config import Dtype, LaunchConfig, RunConfig
 from experiments.data import dataset
@@ -33,9 +33,9 @@ EVAL_TOKENS = 8192
 class Trainer(SFTTrainer):
     """SFTTrainer with the loss of the protocol and batches taken in the order of the data set."""
 
-    def __init__(self, model: nn.Module, **kwargs: Any) -> None:
-        self.autocast = kwargs["args"].bf16
-        with adapters.unembedding_hidden(model):
+    def __init__(self, model: nn.Module, liger: bool = False, **kwargs: Any) -> None:
+        self.autocast, self.liger = kwargs["args"].bf16, liger
+        with adapters.unguarded(model):
             super().__init__(model=model, **kwargs)
         self.batch_nll_sum = 0.0
         self.batch_num_tokens = 0
@@ -65,13 +65,14 @@ class Trainer(SFTTrainer):
         ids, mask = inputs["input_ids"], inputs.get("attention_mask")
         where = {"attention_mask": mask} if mask is not None else {"position_ids": inputs["position_ids"]}
         real = mask if mask is not None else torch.ones_like(ids)
-        # Of one process the model casts by itself, accelerate sees to it; of a sharded one it does not.
-        with (
-            torch.autocast(ids.device.type, torch.bfloat16, enabled=self.autocast and ranks.count() > 1),
-            self.experts.batch(real),
-        ):
-            logits = model(input_ids=ids, use_cache=False, **where).logits
-        nll_sum = token_nll_sum(logits, inputs["labels"])
+        # accelerate makes a model cast by itself, but neither a sharded one nor the part of one that Liger reads.
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.autocast), self.experts.batch(real):
+            if self.liger:
+                nll_sum = kernels.fused_nll_sum(model, inputs["labels"], input_ids=ids, **where)
+            else:
+                logits = model(input_ids=ids, use_cache=False, **where).logits
+        if not self.liger:
+            nll_sum = token_nll_sum(logits, inputs["labels"])
         num_tokens = num_labelled(inputs["labels"]) if num_items_in_batch is None else num_items_in_batch
         self.batch_nll_sum += nll_sum.item() / float(num_tokens)
         self.batch_num_tokens += int(num_labelled(inputs["labels"]))
@@ -104,7 +105,7 @@ def train(config: RunConfig, launch: LaunchConfig, writer: Writer, progress: Pro
     cache = Path(launch.root) / "cache"
     tokenizer = models.load_tokenizer(config.model, cache)
     data = dataset.load(config.data, tokenizer)
-    base = models.load_model(config.model, cache, keep=ranks.count() == 1)
+    base = kernels.arrange(models.load_model(config.model, cache, keep=ranks.count() == 1), launch)
     model = adapters.attach(base, config.method, config.seed)
     initial = adapters.init_hash(model)
     order = dataset.order(len(data.train), config.optim.batch_size * config.optim.steps, config.seed.data)
@@ -121,6 +122,7 @@ def train(config: RunConfig, launch: LaunchConfig, writer: Writer, progress: Pro
     )
     trainer = Trainer(
         model=model,
+        liger=launch.liger,
         args=trainer_arguments(config, launch, writer.scratch),
         train_dataset=data.train.select(order),
         processing_class=tokenizer,
@@ -188,7 +190,7 @@ def trainer_arguments(config: RunConfig, launch: LaunchConfig, output: Path) -> 
         max_length=config.data.max_tokens,
         packing=False,
         dataset_kwargs={"skip_prepare_dataset": True},
-        gradient_checkpointing=False,
+        gradient_checkpointing=False,  # the model does it by itself, see kernels.arrange
         save_strategy="no",  # Recorder asks for checkpoints
         logging_strategy="no",
         eval_strategy="no",

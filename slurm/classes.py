@@ -31,11 +31,13 @@ class Size:
 
     num_parameters: int
     num_trainable: int
+    weight_bytes: float = 4.0  # of a parameter of the base, as it is stored
 
     def memory_gib(self, is_rl: bool) -> float:
-        """Fixed memory: fp32 weights, gradients and moments, and in RL the sampler's copy in 16 bit."""
+        """Fixed memory: weights, gradients and moments, and in RL the sampler's copy in 16 bit."""
         adapter = self.num_trainable < self.num_parameters
-        held = state_memory(self.num_parameters, self.num_trainable, 4.0, adapter, 2.0 if is_rl else 0.0)
+        sampler = 2.0 if is_rl else 0.0
+        held = state_memory(self.num_parameters, self.num_trainable, self.weight_bytes, adapter, sampler)
         return held.fixed / 2**30
 
     def checkpoints_gib(self, processes: int = 1) -> float:
@@ -58,12 +60,13 @@ def _size(config: RunConfig, cache: Path) -> Size:
     if config.model.source is ModelSource.bundled:  # from the size of the file: torch takes seconds to import
         total = bundled_bytes(config.model) // 2  # shipped in 16 bit
         return Size(total, total)
-    from experiments import adapters, models
+    from experiments import adapters, memory, models
 
     shapes = models.empty_model(config.model, cache)
     total = sum(p.numel() for p in shapes.parameters())
     full = config.method.kind is MethodKind.full
-    return Size(total, total if full else adapters.num_trainable(shapes, config.method))
+    trained = total if full else adapters.num_trainable(shapes, config.method)
+    return Size(total, trained, memory.weight_bytes(shapes, config))
 
 
 def bundled_bytes(model: ModelConfig) -> int:

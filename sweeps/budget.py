@@ -1,7 +1,8 @@
 """What studies would take: ``python -m sweeps.budget STUDY|all --scale paper``, or ``make plan-X``, before it is spent.
 
-For each arm: the memory on the devices of one run by what holds it, and the FLOPs of the runs still to do;
-in all: device-hours at an assumed share of a device's peak, and money at a price. Starts nothing, asks no hub.
+For each arm: the memory on the devices of one run by what holds it, how many devices that takes and whether layers
+are computed again there (gradient checkpointing), and the FLOPs of the runs still to do; in all: device-hours at an
+assumed share of a device's peak, and money at a price. Starts nothing, asks no hub.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -19,15 +20,15 @@ from rich.table import Table
 
 from experiments import cost, store
 from experiments.config import (
+    Checkpointing,
     ConfigError,
-    Dtype,
     LaunchConfig,
     MethodConfig,
-    MethodKind,
     ModelConfig,
     RunConfig,
     arm_name,
 )
+from experiments.split import check_processes
 from sweeps.display import warn
 from sweeps.grid import Point, Study, known_studies, load_study
 from sweeps.plan import find, run_flops
@@ -36,6 +37,10 @@ PEAK_TFLOPS = 989.0
 """Of an H100 SXM in dense bf16 (NVIDIA's data sheet)."""
 UTILISATION = 0.4
 """Of that peak: what well-tuned training of 8B models reaches; an assumption, to be replaced by a measurement."""
+DEVICE_GIB = 80.0
+"""An H100's memory."""
+DEVICES = (1, 2, 4, 8)
+"""That one run may be trained on."""
 GIB = 2**30
 
 
@@ -48,39 +53,39 @@ class Row:
     num_todo: int
     memory: cost.Memory
     flops: float
+    devices: int = 1
+    again: bool = False  # gradient checkpointing
+    fits: bool = True
 
 
-def run_memory(config: RunConfig, launch: LaunchConfig, cache: Path) -> cost.Memory:
-    """Memory of one run, all devices together; activations of one micro-batch of the longest sequences.
+def placed(config: RunConfig, launch: LaunchConfig, cache: Path, device_bytes: float) -> LaunchConfig:
+    """The launch settings on as few devices as hold the run, with gradient checkpointing where it needs that there; on
+    as many as it may have where none do. Raises ConfigError for a model without shapes."""
+    from experiments import memory  # torch
 
-    In RL with a separate sampler that adds its copy of the weights in 16 bit, and the keys and values of a whole
-    batch; sampling with the trainer itself needs only the latter. Raises ConfigError for a model without shapes.
-    """
-    from experiments import adapters, models  # torch
-
-    shapes = models.empty_model(config.model, cache, local_only=True)
-    dims, total = models.dims(shapes.config), sum(p.numel() for p in shapes.parameters())
-    rank = config.method.rank if config.method.kind is MethodKind.lora else 0
-    adapter = config.method.kind is not MethodKind.full
-    group, new = (config.rl.group_size, config.rl.max_new_tokens) if config.is_rl else (1, 0)
-    longest = config.data.max_tokens + new
-    num_tokens = (launch.micro_batch_size or config.optim.batch_size) * group * longest
-    value_bytes = 2.0 if config.optim.autocast is Dtype.bfloat16 else 4.0
-    weight_bytes = 2.0 if config.model.weight_dtype is Dtype.bfloat16 else 4.0
-    separate = config.is_rl and launch.sampler.name != "transformers"
-    state = cost.state_memory(
-        total, adapters.num_trainable(shapes, config.method), weight_bytes, adapter, 2.0 if separate else 0.0
-    )
-    sampled = config.optim.batch_size * group * longest if config.is_rl else 0
-    return cost.Memory(
-        state.weights, state.gradients, state.optimizer,
-        cost.activation_bytes(dims, num_tokens, value_bytes, rank), cost.logits_bytes(dims, num_tokens),
-        cost.kv_cache_bytes(dims, sampled, value_bytes), state.sampler,
-    )  # fmt: skip
+    found = memory.resolved(config, launch, cache, device_bytes)
+    for num in DEVICES if launch.processes == 1 else ():
+        wider = replace(launch, processes=num)
+        try:
+            check_processes(config, wider)
+        except ConfigError:
+            break
+        found = memory.resolved(config, wider, cache, device_bytes)
+        if memory.fits(memory.of_run(config, found, cache), device_bytes, num):
+            break
+    return found
 
 
-def rows(points: Iterable[Point], launch: LaunchConfig, flops: Mapping[str, float], cache: Path) -> list[Row]:
+def rows(
+    points: Iterable[Point],
+    launch: LaunchConfig,
+    flops: Mapping[str, float],
+    cache: Path,
+    device_gib: float = DEVICE_GIB,
+) -> list[Row]:
     """One row per model and arm, in the order of the study. Raises ConfigError for a model without shapes."""
+    from experiments import memory
+
     grouped: dict[tuple[str, str], list[Point]] = {}
     for point in points:
         grouped.setdefault((point.config.model.name, arm_name(point.config.method)), []).append(point)
@@ -88,9 +93,15 @@ def rows(points: Iterable[Point], launch: LaunchConfig, flops: Mapping[str, floa
     for (model, arm), members in grouped.items():
         kinds = {(p.config.model, p.config.data, p.config.method, p.config.optim.batch_size, p.config.rl): p.config
                  for p in members}  # fmt: skip
-        largest = max((run_memory(config, launch, cache) for config in kinds.values()), key=lambda memory: memory.total)
+        held = []
+        for config in kinds.values():
+            where = placed(config, launch, cache, device_gib * GIB)
+            held.append((memory.of_run(config, where, cache), where))
+        largest, where = max(held, key=lambda pair: pair[0].total)
         left = [flops[p.run_id] for p in members if p.run_id in flops]
-        found.append(Row(model, arm, len(left), largest, sum(left)))
+        found.append(Row(model, arm, len(left), largest, sum(left), where.processes,
+                         where.gradient_checkpointing is Checkpointing.always,
+                         memory.fits(largest, device_gib * GIB, where.processes)))  # fmt: skip
     return found
 
 
@@ -133,22 +144,24 @@ def print_budget(
     )
     try:
         flops = flops_of(todo, root / "cache")
-        found = rows(study.points, study.launch, flops, root / "cache")
+        found = rows(study.points, study.launch, flops, root / "cache", options.device_gib)
     except ConfigError as error:
         console.print(f"cost unknown: {error}", markup=False)
         return None
-    names = ("weights", "gradients", "optimizer", "activations", "logits", "kv_cache", "sampler")
-    table = Table("model", "arm", "to do", *(name.replace("_", " ") for name in names), "GiB", "PFLOPs", box=None)
+    names = ("weights", "copies", "gradients", "optimizer", "activations", "logits", "kv_cache", "sampler")
+    table = Table("model", "arm", "to do", *(name.replace("_", " ") for name in names), "GiB", "devices",
+                  "checkpointing", "PFLOPs", box=None)  # fmt: skip
     for row in found:
         parts = (f"{getattr(row.memory, name) / GIB:.3g}" for name in names)
         table.add_row(row.model, row.arm, str(row.num_todo), *parts, f"{row.memory.total / GIB:.3g}",
+                      str(row.devices) if row.fits else f"more than {row.devices}", "yes" if row.again else "no",
                       f"{row.flops / 1e15:.3g}")  # fmt: skip
     console.print(table)
     total = sum(flops.values())
     console.print(
         f"at most {total / 1e15:.4g} PFLOPs: {_cost(total, options)} at {100 * options.utilisation:g} % of "
-        f"{options.tflops:g} TFLOP/s. Memory is of one run on all its devices together, at micro-batches of "
-        f"{_micro(study)} sequences of the longest kind; the largest of each arm."
+        f"{options.tflops:g} TFLOP/s. Memory is of one run on all its devices ({options.device_gib:g} GiB each), at "
+        f"micro-batches of {_micro(study)} sequences of the longest kind; the largest of each arm."
     )
     return Bill(study, flops, max(row.memory.total for row in found))
 
@@ -187,11 +200,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--scale", default="mini", help="mini, smol or paper")
     parser.add_argument("--tflops", type=float, default=PEAK_TFLOPS, help="peak of one device, TFLOP/s")
     parser.add_argument("--utilisation", type=float, default=UTILISATION, help="share of the peak that is reached")
+    parser.add_argument("--device-gib", type=float, default=DEVICE_GIB, help="memory of one device")
     parser.add_argument("--price", type=float, default=0.0, help="of one device-hour")
     options = parser.parse_intermixed_args(arguments)
     try:
         for name, value, good in (
-            ("tflops", options.tflops, options.tflops > 0), ("price", options.price, options.price >= 0),
+            ("tflops", options.tflops, options.tflops > 0),
+            ("device-gib", options.device_gib, options.device_gib > 0), ("price", options.price, options.price >= 0),
             ("utilisation", options.utilisation, 0 < options.utilisation <= 1),
         ):  # fmt: skip
             if not good or not math.isfinite(value):

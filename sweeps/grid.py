@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from experiments.compose import expand, parse
-from experiments.config import ConfigError, LaunchConfig, RunConfig, encode, run_id
+from experiments.config import ConfigError, LaunchConfig, MethodKind, Quantization, RunConfig, encode, run_id
 from experiments.manifests import study_name
 
 SWEEPS_DIR = Path(__file__).resolve().parent
@@ -74,7 +74,11 @@ def load_study(name: str, scale: str, extra: Sequence[str] = ()) -> Study:
 
     Raises ConfigError, in one line, for an unknown study or scale and for any bad override.
     """
-    document = _read(name)
+    return expand_study(_read(name), name, scale, extra)
+
+
+def expand_study(document: Mapping[str, Any], name: str, scale: str, extra: Sequence[str] = ()) -> Study:
+    """A study from what its file holds; raises ConfigError as ``load_study`` does."""
     scales = document["scales"]
     if scale not in scales:
         raise ConfigError(f"scale: {scale!r} is not allowed for study {name!r}; choose one of {', '.join(scales)}")
@@ -85,6 +89,7 @@ def load_study(name: str, scale: str, extra: Sequence[str] = ()) -> Study:
         for line in expand([*common, *shlex.split(arm), *extra]):
             config, launch = parse(line)
             points.setdefault(run_id(config), Point(run_id(config), config, tuple(line)))
+    _check_parity(name, points.values())
     named = study_name(name, extra)
     return Study(
         name=named,
@@ -97,6 +102,18 @@ def load_study(name: str, scale: str, extra: Sequence[str] = ()) -> Study:
         launch=launch,
         shows=scales[scale].get("shows", ""),
     )
+
+
+def _check_parity(name: str, points: Iterable[Point]) -> None:
+    """A study that holds full fine-tuning compares LoRA with it on one base: none of its runs may have it in 4 bits."""
+    configs = [point.config for point in points]
+    if any(config.method.kind is MethodKind.full for config in configs):
+        for config in configs:
+            if config.model.quantization is not Quantization.none:
+                raise ConfigError(
+                    f"model.quantization: {config.model.quantization.name!r} is not allowed in study {name!r}; "
+                    "it compares LoRA with full fine-tuning, which trains the base as it is"
+                )
 
 
 def _read(name: str) -> dict[str, Any]:

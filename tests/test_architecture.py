@@ -27,7 +27,7 @@ BOUNDARIES = {  # library -> the only modules that may import it
                      "experiments.pretrain", "experiments.data.dataset", "experiments.data.pool", "experiments.cards",
                      "experiments.recorder", "experiments.rl", "experiments.episodes", "experiments.architectures",
                      "experiments.chat",
-                     "experiments.bench.plain"},
+                     "experiments.kernels", "experiments.memory", "experiments.bench.plain"},
     "datasets": {"experiments.data.dataset", "experiments.data.records", "experiments.rl"},
     "reasoning_gym": {"experiments.data.tasks"},
     "huggingface_hub": {"experiments.hub"},
@@ -35,6 +35,7 @@ BOUNDARIES = {  # library -> the only modules that may import it
     "trl": {"experiments.sft", "experiments.rl", "experiments.episodes", "experiments.bench.plain"},
     "vllm": {"experiments.vllm_rollouts"},
     "math_verify": {"experiments.grading"},
+    "liger_kernel": {"experiments.kernels"},
     "wandb": {"experiments.tracking"},
     "accelerate": {"experiments.sharding"},
     "jinja2": {"analysis.page"},
@@ -42,7 +43,7 @@ BOUNDARIES = {  # library -> the only modules that may import it
     "submitit": {"slurm"},
     "nbclient": {"analysis.notebooks"},
     "hydra": {"experiments.compose"},
-    "omegaconf": {"experiments.compose", "experiments.config", "experiments.inputs"},
+    "omegaconf": {"experiments.compose"},
 }  # fmt: skip
 MAX_LINES = 400
 

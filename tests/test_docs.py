@@ -19,6 +19,7 @@ ELSEWHERE = {
     "make setup": "the tests run in what it makes",
     "make test": "this is it",
     "make type": "make test has just done it",
+    "make regret": "minutes: tests/sweeps/search/test_regret.py",
     "make verdict": "ten seconds: tests/analysis/test_reference.py judges the same results",
     "make report": "ten seconds: tests/analysis/test_report.py makes the same page",
     "make plan-all": "tests/test_paper_scale.py prints every plan",

@@ -96,7 +96,7 @@ def test_every_run_fits_its_real_model_and_says_what_it_needs_of_the_hub(name: s
 @pytest.mark.parametrize("name", STUDIES)
 def test_every_plan_prints_runs_hours_and_memory(name: str, tmp_path: Path) -> None:
     study, said = study_of(name), io.StringIO()
-    options = argparse.Namespace(scale="paper", tflops=989.0, utilisation=0.4, price=0.0)
+    options = argparse.Namespace(scale="paper", tflops=989.0, utilisation=0.4, price=0.0, device_gib=80.0)
     bill = budget.print_budget(study, tmp_path, set(), options, Console(file=said, width=200))
     assert bill is not None and bill.memory > 0 and set(bill.flops) == {p.run_id for p in study.points}
     assert all(flops > 0 for flops in bill.flops.values())

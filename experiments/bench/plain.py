@@ -54,7 +54,7 @@ def by_trl(config: RunConfig, cache: Path) -> float:
     """One run by SFTTrainer as it comes."""
     model, data, order, pad = _prepared(config, cache)
     last = [_evaluate(model, data.test, pad)]
-    with tempfile.TemporaryDirectory() as output, adapters.unembedding_hidden(model):
+    with tempfile.TemporaryDirectory() as output, adapters.unguarded(model):
         arguments = SFTConfig(
             output_dir=output,
             max_steps=config.optim.steps,

@@ -91,6 +91,15 @@ def _tokenized(config: DataConfig, tokenizer: PreTrainedTokenizerBase, pairs: Se
     return concatenate_datasets(chunks), num_cut
 
 
+def split(config: DataConfig) -> tuple[list[Pair], list[Pair]]:
+    """Training and held-out examples before they are tokenized: as many as there are, up to those asked for.
+
+    Raises ConfigError for malformed rows (with their lines).
+    """
+    found = _split(config)
+    return found.train[: config.num_train], found.test
+
+
 @dataclass
 class _Split:
     train: list[Pair]

@@ -25,6 +25,10 @@ COLUMNS = tuple({name for pair in SCHEMAS for name in pair})
 EXPECTED = "each row is an object with text " + ", ".join(f'"{q}" and "{a}"' for q, a in SCHEMAS)
 
 
+PROMPTS = ("prompt", "question", "problem", "Problem")
+PROMPTED = "each row is an object with a text " + ", ".join(f'"{name}"' for name in PROMPTS[:3])
+
+
 @dataclass(frozen=True)
 class Problem:
     """One question. ``answer`` is what a grader compares with; ``entry`` what the task's scorer reads."""
@@ -51,8 +55,10 @@ class Problems:
 
 
 @lru_cache(maxsize=4)
-def load(config: DataConfig) -> Problems:
+def load(config: DataConfig, answers: bool = True) -> Problems:
     """Read and split one set of problems, the test split first, so that it never depends on ``num_train``.
+
+    Without ``answers`` a row of a file or the hub needs a prompt only, and the problem's ``entry`` is the row.
 
     Raises ConfigError for a source without verifiable answers, a malformed row (with its line), or too few.
     """
@@ -68,7 +74,12 @@ def load(config: DataConfig) -> Problems:
         )
     elif config.source in (DataSource.jsonl, DataSource.hub):
         readers = [
-            Reader(source_of(config, COLUMNS, name), _problem, EXPECTED, config.max_malformed)
+            Reader(
+                source_of(config, COLUMNS if answers else (), name),
+                _problem if answers else _asked,
+                EXPECTED if answers else PROMPTED,
+                config.max_malformed,
+            )
             for name in (None, *config.held_out)
         ]
         read, *others = [list(reader()) for reader in readers]
@@ -92,6 +103,15 @@ def load(config: DataConfig) -> Problems:
             f"{config.name} has {len(train)} and {len(test)} distinct problems"
         )
     return Problems(tuple(train[: config.num_train]), tuple(test), num_duplicates, num_malformed, notes)
+
+
+def num_distinct(config: DataConfig, answers: bool = True) -> int:
+    """How many different prompts a file or a set of the hub has. Raises ConfigError for malformed rows."""
+    reader = Reader(source_of(config, COLUMNS if answers else ()), _problem if answers else _asked,
+                    EXPECTED if answers else PROMPTED, config.max_malformed)  # fmt: skip
+    prompts = {problem.prompt for problem in reader()}
+    reader.check()
+    return len(prompts)
 
 
 def _distinct(found: list[Problem]) -> list[Problem]:
@@ -119,6 +139,16 @@ def _problem(row: object) -> Problem:
         if isinstance(row.get(question), str) and isinstance(row.get(answer), str | int):
             return Problem(row[question].strip(), final_answer(str(row[answer])))
     raise ValueError(f"no question and answer among {', '.join(map(repr, row)) or 'nothing'}")
+
+
+def _asked(row: object) -> Problem:
+    """One record of which only the prompt is known to us. Raises ValueError if it has none."""
+    if not isinstance(row, dict):
+        raise ValueError(f"found {type(row).__name__}, not an object")
+    for name in PROMPTS:
+        if isinstance(row.get(name), str):
+            return Problem(row[name].strip(), "", entry=row)
+    raise ValueError(f"no prompt among {', '.join(map(repr, row)) or 'nothing'}")
 
 
 def final_answer(solution: str) -> str:

@@ -35,6 +35,10 @@ class AdamW:
     v: list[Tensor]
     num_steps: int
 
+    def __post_init__(self) -> None:
+        """The count where the kernel reads it: a copy from the host in each step would make it wait for a GPU."""
+        self._count = torch.tensor(float(self.num_steps), device=self.theta[0].device)
+
     @torch.no_grad()
     def step(self) -> None:
         """One step, in place (Loshchilov and Hutter 2019, algorithm 2). The gradient is clipped to its own norm
@@ -44,8 +48,8 @@ class AdamW:
             norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(self.grad)))
             torch._foreach_mul_(self.grad, (max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
         self.num_steps += 1
-        count = torch.tensor(float(self.num_steps), device=self.theta[0].device)
+        self._count += 1
         torch._fused_adamw_(
-            self.theta, self.grad, self.m, self.v, [], [count] * len(self.theta), lr=lr, beta1=beta1, beta2=beta2,
+            self.theta, self.grad, self.m, self.v, [], [self._count] * len(self.theta), lr=lr, beta1=beta1, beta2=beta2,
             weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
         )  # fmt: skip

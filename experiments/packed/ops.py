@@ -140,6 +140,8 @@ class _Adapted(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: Tensor,
                 residual: Tensor | None) -> Tensor:  # fmt: skip
+        ctx.dtypes = a.dtype, b.dtype
+        a, b = a.to(x.dtype), b.to(x.dtype)
         thin = torch.bmm(x, a.mT).mul_(scale)
         ctx.save_for_backward(x, thin, weight, a, b, scale)
         wide = weight.mT.expand(x.shape[0], -1, -1)
@@ -155,11 +157,13 @@ class _Adapted(Function):
         if ctx.needs_input_grad[0]:
             of_x = torch.bmm(grad, weight.expand(x.shape[0], -1, -1)).baddbmm_(of_thin, a)
         of_residual = grad if ctx.needs_input_grad[5] else None
-        return of_x, None, torch.bmm(of_thin.mT, x), torch.bmm(thin.mT, grad), None, of_residual
+        of_a, of_b = (of.to(dtype) for of, dtype in
+                      zip((torch.bmm(of_thin.mT, x), torch.bmm(thin.mT, grad)), ctx.dtypes, strict=True))  # fmt: skip
+        return of_x, None, of_a, of_b, None, of_residual
 
 
 class Factors(NamedTuple):
-    """LoRA of each arm: A (K, R, i), B^T (K, R, o), alpha / rank (K, 1, 1)."""
+    """LoRA of each arm: A (K, R, i), B^T (K, R, o), alpha / rank (K, 1, 1). Computed in the dtype of what it reads."""
 
     a: Tensor
     b: Tensor

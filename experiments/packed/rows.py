@@ -7,7 +7,7 @@ works on the rows, of which there are fewer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
@@ -42,6 +42,11 @@ class Rows:
     def num_tokens(self) -> Tensor:
         """(K,) tokens that carry loss."""
         return self.weights.sum(-1)
+
+    def to(self, device: torch.device) -> Rows:
+        """The same on a device."""
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Rows(**{name: v.to(device) if isinstance(v, Tensor) else v for name, v in moved.items()})
 
 
 def lay_out(arms: Sequence[Sequence[dict]]) -> Rows:

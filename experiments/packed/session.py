@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from experiments import models
-from experiments.config import DataConfig, Dtype, MethodKind, ModelConfig, RunConfig
+from experiments.config import DataConfig, Dtype, MethodKind, ModelConfig, Quantization, RunConfig
 from experiments.data import dataset
 from experiments.packed.decoder import Decoder, Weights, unsupported
 from experiments.packed.rows import Rows, lay_out
@@ -26,6 +26,8 @@ def refusal(config: RunConfig, cache: Path) -> str | None:
         return "it has no TinyLoRA"
     if Dtype.bfloat16 in (config.optim.autocast, config.model.weight_dtype):
         return "it computes in float32"
+    if config.model.quantization is not Quantization.none:
+        return "it has no base in 4 bits"
     return unsupported(models.empty_model(config.model, cache))
 
 

@@ -167,7 +167,8 @@ def merge(decoder: Decoder, stack: Stack, groups: Sequence[Alike], scale: Tensor
         for part, a, b in layout.pairs():
             base = decoder.base[part.name].expand(arms.stop - arms.start, -1, -1)
             factor_a, factor_b = (stack.theta[slot.name][arms, : layout.rank] for slot in (a, b))
-            out[part.name][here] = torch.baddbmm(base, factor_b.mT, factor_a * scale[arms])
+            factors = factor_b.mT.to(base.dtype), (factor_a * scale[arms]).to(base.dtype)
+            out[part.name][here] = torch.baddbmm(base, *factors)
     return out
 
 
@@ -176,7 +177,7 @@ def unmerge(grads: dict[str, Tensor], stack: Stack, groups: Sequence[Alike], sca
     """Add what gradients on ``merge``'s result, of all arms, mean for A and B: s B^T dW and (dW (s A)^T)^T."""
     for arms, layout in groups:
         for part, a, b in layout.pairs():
-            of_weight, s = grads[part.name][arms], scale[arms]
+            of_weight, s = grads[part.name][arms].to(scale.dtype), scale[arms]
             factor_a, factor_b = (stack.theta[slot.name][arms, : layout.rank] for slot in (a, b))
             stack.grad[a.name][arms, : layout.rank] += torch.bmm(factor_b, of_weight).mul_(s)
             stack.grad[b.name][arms, : layout.rank] += torch.bmm(factor_a * s, of_weight.mT)

@@ -158,7 +158,7 @@ class _Engine:
                 self.reports.ended(name, writer.summary)
                 return None
             try:
-                writer.mirrors.append(holding.enter_context(tracking.tracker(config, self.launch)).log)
+                writer.mirrors.append(holding.enter_context(tracking.tracker(config, self.launch, writer)))
                 return self._resumed(config, writer, holding)
             except BaseException as error:
                 raise failures.recorded(error, writer) from error.__cause__

@@ -44,8 +44,12 @@ class Searched:
         return Point(run_id(config), config, (*kept, *new))
 
 
-def searched(study: Study, base: str, extra: Sequence[str], width: float | None) -> Searched:
+def searched(
+    study: Study, base: str, extra: Sequence[str], width: float | None, reach: float = REACH_DECADES
+) -> Searched:
     """The arms of ``study`` (loaded as ``base`` with overrides ``extra``), with LRs as close as ``width`` asks for.
+
+    ``reach``: how many decades beyond the grid's ends may be searched.
 
     Raises ConfigError, in one line, for a study that sweeps no LR and a width that no LRs resolve.
     """
@@ -55,7 +59,7 @@ def searched(study: Study, base: str, extra: Sequence[str], width: float | None)
         if lrs.nunique() < 3:
             raise ConfigError(f"study: {base!r} does not sweep the LR of {_key(panel, name)} (LRs: {lrs.nunique()}); "
                               "a search needs 3")  # fmt: skip
-    arms = arms_of(table, str(study.settings.get("reference", FULL)), width)
+    arms = arms_of(table, str(study.settings.get("reference", FULL)), width, reach)
     first = table.drop_duplicates(["panel", "arm"])
     templates = {_key(panel, name): points[run] for panel, name, run in zip(first["panel"], first["arm"],
                                                                            first["run_id"], strict=True)}  # fmt: skip

@@ -74,10 +74,12 @@ GOLDEN_DEFAULTS = {
     "SeedConfig.init": 0, "SeedConfig.data": 0, "SeedConfig.sampling": 0, "ModelConfig.name": "???",
     "ModelConfig.source": "bundled", "ModelConfig.path": "???", "ModelConfig.revision": "???",
     "ModelConfig.weight_dtype": "float32", "ModelConfig.chat_template": "own",
+    "ModelConfig.quantization": "none",
     "RLConfig.group_size": 0, "RLConfig.max_new_tokens": 16,
     "RLConfig.grader": "task", "RLConfig.grade_limit_s": 5.0, "RLConfig.max_tool_calls": 0,
     "RLConfig.eval_samples": 4,
-    "RLConfig.collapsed_below": 0.5, "RLConfig.off_objective": [], "RLConfig.temperature": 1.0, "RLConfig.top_p": 1.0,
+    "RLConfig.collapsed_below": 0.5, "RLConfig.reward": "", "RLConfig.reward_digest": "",
+    "RLConfig.off_objective": [], "RLConfig.temperature": 1.0, "RLConfig.top_p": 1.0,
     "RLConfig.top_k": 0, "RLConfig.scale_rewards": False, "RLConfig.updates_per_batch": 1, "RLConfig.clip_ratio": 0.0,
 }  # fmt: skip
 

@@ -31,9 +31,11 @@ def built(base: str, method: list[str]) -> tuple[RunConfig, PreTrainedModel]:
     return config, adapters.attach(model, config.method, config.seed)
 
 
-def loss_of(model: PreTrainedModel) -> torch.Tensor:
+def loss_of(model: PreTrainedModel, autocast: bool = False) -> torch.Tensor:
     ids_BT = torch.randint(4, 500, (B, T), generator=torch.Generator().manual_seed(0))
-    return F.cross_entropy(model(input_ids=ids_BT, use_cache=False).logits.flatten(0, 1), ids_BT.flatten())
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
+    return F.cross_entropy(logits_BTV.float().flatten(0, 1), ids_BT.flatten())
 
 
 # ---------------------------------------------------------------- what the sources state
@@ -69,10 +71,8 @@ def test_kv_cache_of_llama_8b() -> None:
 # ---------------------------------------------------------------- what torch counts
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("base", BASES)
-def test_activations_are_what_autograd_saves(base: str, method: list[str]) -> None:
-    config, model = built(base, method)
+def saved_bytes(model: PreTrainedModel, autocast: bool = False) -> int:
+    """What autograd keeps of a forward pass, the model's own weights aside."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, int] = {}
     alive = []  # so that no address is used twice
@@ -85,10 +85,35 @@ def test_activations_are_what_autograd_saves(base: str, method: list[str]) -> No
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss_of(model)
+        loss_of(model, autocast)
+    return sum(saved.values())
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("base", BASES)
+def test_activations_are_what_autograd_saves(base: str, method: list[str]) -> None:
+    config, model = built(base, method)
     dims = models.dims(model.config)
     expected = cost.activation_bytes(dims, B * T, 4.0, rank=config.method.rank) + cost.logits_bytes(dims, B * T)
-    assert sum(saved.values()) == pytest.approx(expected, rel=0.1)
+    assert saved_bytes(model) == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("base", BASES[1:2])
+def test_autocast_saves_copies_of_weights_and_what_stays_in_fp32(base: str, method: list[str]) -> None:
+    config, model = built(base, method)
+    bare = shapes.load_model(shapes.BASES_DIR / base)
+    rank, matrices = config.method.rank, models.num_matrix_parameters(bare)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    dims = models.dims(model.config)
+    expected = (
+        cost.activation_bytes(dims, B * T, 2.0, rank, mixed=True)
+        + cost.copies_bytes(matrices, 0, trained, adapter=rank > 0)
+        + cost.logits_bytes(dims, B * T)
+    )
+    assert saved_bytes(model, autocast=True) == pytest.approx(expected, rel=0.1)
+    assert cost.copies_bytes(100, 10, 3, adapter=True, checkpointing=True) == 2 * 13
+    assert cost.copies_bytes(100, 10, 3, adapter=False, checkpointing=True) == 2 * 100
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -55,14 +55,25 @@ def run(tiny_overrides: list[str], tmp_path: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run, str], bytes]:
-    """The metrics of a run that two processes trained without a break; trained once for all tests that ask."""
+    """The metrics of a run that two processes trained without a break; trained once for all tests that ask.
+
+    Layers are computed again in the backward pass, which must not show: the runs beside it keep theirs. It has a
+    mirror in wandb, of the process that writes and of no other.
+    """
     known: dict[str, bytes] = {}
 
     def uninterrupted(run: Run, method: str) -> bytes:
         if method not in known:
             directory, words = run(method, "straight", TWO)
-            execute(*parse(words))
-            assert store.read_json(directory / "provenance.json")["engine"] == {"name": "trl", "processes": 2}
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("WANDB_MODE", "offline")
+                execute(*parse([*words, "launch.gradient_checkpointing=always", "launch.wandb=true"]))
+            assert len(list(directory.parent.glob("wandb/*-run-*"))) == 1
+            assert store.read_json(directory / "wandb.json") == {"step": 14}
+            engine = store.read_json(directory / "provenance.json")["engine"]
+            assert engine == {
+                "name": "trl", "processes": 2, "attention": "sdpa", "gradient_checkpointing": "always", "liger": False,
+            }  # fmt: skip
             known[method] = (directory / "metrics.jsonl").read_bytes()
         return known[method]
 

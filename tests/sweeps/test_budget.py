@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments import memory as plan
 from experiments import models
 from experiments.compose import parse
 from sweeps import budget
@@ -21,7 +22,7 @@ def few_studies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def memory(root: Path, *overrides: str) -> budget.cost.Memory:
     config, launch = parse(["scale=paper", "optim.lr=1e-4", f"launch.root={root}", *overrides])
-    return budget.run_memory(config, launch, root / "cache")
+    return plan.of_run(config, launch, root / "cache")
 
 
 def test_paper_scale_is_planned_without_a_download(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,6 +69,19 @@ def test_finished_runs_cost_nothing_more(tmp_path: Path) -> None:
     after = budget.rows(study.points, study.launch, budget.flops_of(study.points[:1], tmp_path), tmp_path)
     assert sum(row.num_todo for row in before) == 105 and [row.num_todo for row in after] == [1, 0, 0, 0, 0]
     assert after[0].flops == pytest.approx(before[0].flops / 21) and after[1].flops == 0
+
+
+def test_plan_takes_as_few_devices_as_hold_the_run(tmp_path: Path) -> None:
+    """16 bytes a parameter shared out, and on each device the copies that autocast makes and its activations."""
+    study = budget.load_study("early", "paper", ["method=full", "method.rank=0", "method.unembed=false"])
+    _, launch = parse(["scale=paper", "optim.lr=1e-4"])
+    found = {
+        gib: budget.rows(study.points[:1], launch, {}, tmp_path, gib)[0] for gib in (20.0, 40.0, 80.0, 400.0)
+    }  # fmt: skip
+    assert [(row.devices, row.again, row.fits) for row in found.values()] == [
+        (8, True, False), (8, True, True), (4, True, True), (1, False, True)]  # fmt: skip
+    copies = found[400.0].memory.copies
+    assert copies == 2 * 7_504_658_432 and found[80.0].memory.copies == 4 * copies
 
 
 def test_overview_counts_shared_runs_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

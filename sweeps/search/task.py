@@ -1,0 +1,308 @@
+"""A user's own task as a study: what ``make regret`` is given, checked and turned into arms, LRs and seeds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from experiments.compose import CONF_DIR, parse
+from experiments.config import ConfigError, DataConfig, DataSource, ModelSource, RunConfig, run_id
+from experiments.hub import HUB_ID
+from sweeps.grid import Study, expand_study
+
+RANKS = (1, 16, 128)
+LEAST_ROWS = 64
+HELD_OUT_FRAC = 0.2
+HELD_OUT = (16, 1000)
+MOST_ROWS = 10_000
+"""Training rows taken unless more are asked for: a search trains on them dozens of times."""
+EPOCHS = 3
+LEAST_STEPS = 100
+FULL_LR = 5e-5
+"""At width 2000; it falls with width to the power 0.781 (the post's authors' cookbook, for Llama models). Where the
+search begins; it goes wherever the minimum is."""
+WIDTH_POWER = 0.781
+RATIO = {"mini": 3.0, "smol": 10.0, "paper": 10.0}
+"""LR of LoRA over that of full fine-tuning: the post's 10, and the 3 of this repository's own small bases (C5)."""
+RL_FACTOR = 0.2
+"""Of those LRs in reinforcement learning (study ``rl-lr`` against ``lr``)."""
+AROUND = (0.25, 0.5, 1.0, 2.0, 4.0)
+RL = ("rl.group_size=8", "rl.max_new_tokens=64", "optim.batch_size=16")
+RL_STEPS = 100
+PAPER_BATCH = 32
+"""Of a large model: the batch size at which the post's gap is small."""
+SMALL_BYTES = 400_000_000
+"""Weights of a directory up to which a model is trained as the small ones of this repository are."""
+ANY_ARM = ("method=full", "optim.lr=1e-3")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was typed. Empty ``ranks`` and ``start``: the default ones."""
+
+    model: str
+    data: str
+    ranks: tuple[int, ...] = ()
+    reward: str = ""
+    seeds: int = 5
+    start: tuple[float, ...] = ()
+    extra: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Task:
+    """The study of a task, and what was decided on the way that a reader must know."""
+
+    study: Study
+    train_tokens: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def config(self) -> RunConfig:
+        """One of its runs."""
+        return self.study.points[0].config
+
+
+def integers(name: str, text: str) -> tuple[int, ...]:
+    """Positive whole numbers, comma-separated. Raises ConfigError."""
+    try:
+        found = tuple(int(word) for word in text.split(",") if word.strip())
+    except ValueError:
+        found = ()
+    if (text.strip() and not found) or any(number < 1 for number in found):
+        raise ConfigError(f"{name}: {text!r} is not allowed; write whole numbers of 1 or more, such as 1,16,128")
+    return tuple(dict.fromkeys(found))
+
+
+def read(asked: Asked) -> Task:
+    """The task's study. Raises ConfigError, in one line, for whatever cannot be run."""
+    scale, model = model_words(asked.model)
+    given = {word.partition("=")[0] for word in asked.extra}
+    fixed = [word for word in asked.extra if not word.startswith("method.")]
+    reward = reward_words(asked.reward) if asked.reward else []
+    batch = [f"optim.batch_size={PAPER_BATCH}"] if scale == "paper" else []
+    words = [f"scale={scale}", *model, *data_words(asked.data), *batch, *reward, *fixed]
+    probe, launch = parse([*words, *ANY_ARM])
+    rows, train_tokens, notes = sized(probe, Path(launch.root) / "cache", given)
+    words += rows
+    words += _steps(words, given)
+    shapes = _shapes(words)
+    ranks, clipped = _ranks(asked, words, shapes)
+    document = {
+        "title": f"{asked.model} on {Path(asked.data).name}", "figure": "lr", "claims": [],
+        "settings": {"reference": "full", "value": probe.headline},
+        "scales": {scale: {"common": shlex.join(words), "arms": _arms(asked, ranks, scale, shapes)}},
+    }  # fmt: skip
+    study = expand_study(document, "regret", scale)
+    if probe.data.source is DataSource.facts:
+        notes = (*notes, "the held-out rows are the facts trained on: what is measured is memory")
+    return Task(replace(study, name=_name(study)), train_tokens, (*notes, *clipped))
+
+
+def model_words(model: str) -> tuple[str, list[str]]:
+    """(scale, overrides) of a name in ``conf/model``, a directory or ``OWNER/NAME[@REVISION]`` of the hub."""
+    if (CONF_DIR / "model" / f"{model}.yaml").is_file():
+        config, _ = parse([f"model={model}", "optim.lr=1e-3"])
+        scales = {ModelSource.bundled: "mini", ModelSource.smollm2: "smol", ModelSource.hub: "paper"}
+        return scales[config.model.source], [f"model={model}"]
+    folder, (path, _, revision) = Path(model), model.partition("@")
+    if folder.is_dir():
+        large = sum(file.stat().st_size for file in folder.glob("*.safetensors")) > SMALL_BYTES
+        return "paper" if large else "mini", _model(folder.resolve().name, str(folder.resolve()), fingerprint(folder))
+    if HUB_ID.fullmatch(path):
+        return "paper", _model(path.partition("/")[2], path, revision or "main")
+    known = ", ".join(sorted(p.stem for p in (CONF_DIR / "model").glob("*.yaml")))
+    raise ConfigError(f"MODEL: {model!r} is not allowed; name a directory, OWNER/NAME of the hub, or one of {known}")
+
+
+def _model(name: str, path: str, revision: str) -> list[str]:
+    return [f"model.name={quoted(name)}", "model.source=hub", f"model.path={quoted(path)}",
+            f"model.revision={quoted(revision)}"]  # fmt: skip
+
+
+def fingerprint(folder: Path) -> str:
+    """Twelve hexadecimal digits of a model's directory: its configuration, and size, head and tail of its weights."""
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"MODEL: {str(folder)!r} holds no config.json; save a model there with save_pretrained")
+    found = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as weights:
+            size = file.stat().st_size
+            found.update(f"{file.name} {size}".encode() + weights.read(2**20))
+            weights.seek(max(0, size - 2**20))
+            found.update(weights.read())
+    return found.hexdigest()[:12]
+
+
+def data_words(data: str) -> list[str]:
+    """Overrides of a JSONL file (pinned by its digest), a name in ``conf/data``, or ``OWNER/NAME`` of the hub."""
+    file = Path(data)
+    if file.is_file():
+        name = re.sub(r"[^A-Za-z0-9.-]+", "-", file.stem)
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+        return ["data=own", f"data.name={quoted(name)}", f"data.path={quoted(str(file.resolve()))}",
+                f"data.revision={quoted(digest)}"]  # fmt: skip
+    if (CONF_DIR / "data" / f"{data}.yaml").is_file() and data != "own":
+        return [f"data={data}"]
+    path, _, revision = data.partition("@")
+    if HUB_ID.fullmatch(path) and file.suffix not in (".jsonl", ".json"):
+        return ["data=own", f"data.name={quoted(path.partition('/')[2])}", "data.source=hub",
+                f"data.path={quoted(path)}", f"data.revision={quoted(revision or 'main')}"]  # fmt: skip
+    known = ", ".join(sorted(p.stem for p in (CONF_DIR / "data").glob("*.yaml") if p.stem != "own"))
+    raise ConfigError(f"DATA: {data!r} is not there; name a JSONL file, OWNER/NAME of the hub, or one of {known}")
+
+
+def reward_words(reward: str) -> list[str]:
+    """Overrides of reinforcement learning with a reward of the user's own. Raises ConfigError if it has no digest."""
+    from experiments import own_reward
+
+    file, name = own_reward.parts(reward)
+    spec = f"{file.resolve()}:{name}"
+    return [*RL, "rl.grader=own", f"rl.reward={quoted(spec)}", f"rl.reward_digest={quoted(own_reward.digest(spec))}"]
+
+
+def sized(probe: RunConfig, cache: Path, given: set[str]) -> tuple[list[str], int, tuple[str, ...]]:
+    """(overrides of the split and the longest sequence, completion tokens of the training set, what is to be said).
+
+    Of rows without a held-out set of their own a fifth is held out. Raises ConfigError for malformed or too few rows.
+    """
+    from experiments import models, own_reward
+    from experiments.data import dataset, problems
+
+    own = probe.data.source in (DataSource.jsonl, DataSource.hub) and "data.num_train" not in given
+    num_rows = 0
+    if own and probe.is_rl:
+        num_rows = problems.num_distinct(probe.data, answers=False)
+    elif own:
+        num_rows = _num_pairs(probe.data)
+    words = _split_words(probe.data, num_rows, given) if own else []
+    tokenizer = models.load_tokenizer(probe.model, cache)
+    if probe.is_rl:
+        found = problems.load(_with(probe.data, words), answers=False)
+        for completion in ("", "0"):  # a model may say nothing
+            record = found.train[0].record()
+            own_reward.try_out(probe.rl.reward, record, completion, probe.rl.grade_limit_s)
+        longest = max(len(dataset.encode_prompt(tokenizer, p.prompt)) for p in (*found.train, *found.test))
+        tokens, notes = 0, found.notes
+    else:
+        longest, tokens = _tokens(_with(probe.data, words), tokenizer)
+        notes = ()
+    if own and "data.max_tokens" not in given:
+        words.append(f"data.max_tokens={min(probe.data.max_tokens, 2 ** max(6, math.ceil(math.log2(longest))))}")
+    return words, tokens, notes if probe.is_rl else dataset.load(_with(probe.data, words), tokenizer).notes
+
+
+def _split_words(data: DataConfig, num_rows: int, given: set[str]) -> list[str]:
+    if num_rows < LEAST_ROWS:
+        raise ConfigError(f"DATA: {data.path} holds {num_rows} different rows; {LEAST_ROWS} or more are needed")
+    low, high = HELD_OUT
+    fixed = data.held_out or "data.num_test" in given
+    num_test = data.num_test if fixed else min(high, max(low, round(num_rows * HELD_OUT_FRAC)))
+    num_train = min(num_rows - (0 if data.held_out else num_test), MOST_ROWS)
+    return [f"data.num_train={num_train}", f"data.num_test={num_test}"]
+
+
+def _with(data: DataConfig, words: Sequence[str]) -> DataConfig:
+    parts = (word.removeprefix("data.").partition("=") for word in words)
+    values: dict[str, Any] = {key: int(value) for key, _, value in parts}
+    return replace(data, **values)
+
+
+def _num_pairs(data: DataConfig) -> int:
+    """Different rows, as many as are of use; malformed ones are refused."""
+    from experiments.data import dataset
+
+    train, test = dataset.split(replace(data, num_train=MOST_ROWS + HELD_OUT[1], num_test=1))
+    return len(train) + (0 if data.held_out else len(test))
+
+
+def _tokens(data: DataConfig, tokenizer: Any) -> tuple[int, int]:
+    """(longest sequence, completion tokens of the training set)."""
+    from experiments.data import dataset
+    from experiments.losses import IGNORED
+
+    train, test = (
+        [dataset.encode(tokenizer, *pair, data.max_tokens, data.loss_on) for pair in pairs]
+        for pairs in dataset.split(data)
+    )
+    longest = max((len(row["input_ids"]) for row in (*train, *test)), default=1)
+    return longest, sum(label != IGNORED for row in train for label in row["labels"])
+
+
+def _steps(words: Sequence[str], given: set[str]) -> list[str]:
+    if "optim.steps" in given:
+        return []
+    config, _ = parse([*words, "method=full", "optim.lr=1e-3"])
+    if config.is_rl:
+        return [f"optim.steps={RL_STEPS}"]
+    epochs = math.ceil(EPOCHS * config.data.num_train / config.optim.batch_size)
+    return [f"optim.steps={max(LEAST_STEPS, epochs)}"]
+
+
+def _shapes(words: Sequence[str]) -> Any:
+    from experiments import models
+
+    config, launch = parse([*words, *ANY_ARM])
+    return models.empty_model(config.model, Path(launch.root) / "cache")
+
+
+def _ranks(asked: Asked, words: Sequence[str], shapes: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The ranks, and what is to be said: default ones that the model cannot have give way to the next it can."""
+    from experiments import adapters
+
+    def possible(rank: int) -> bool:
+        try:
+            check(rank)
+        except ConfigError:
+            return False
+        return True
+
+    def check(rank: int) -> None:
+        lora, _ = parse([*words, "method=lora", f"method.rank={rank}", *_lora(asked), "optim.lr=1e-3"])
+        adapters.check_rank(shapes, lora.method)
+
+    if asked.ranks:
+        for rank in asked.ranks:
+            check(rank)
+        return tuple(sorted(asked.ranks)), ()
+    every = [rank for rank in range(1, max(RANKS) + 1) if possible(rank)]
+    ranks = tuple(sorted({min(every, key=lambda rank: abs(math.log(rank / wanted))) for wanted in RANKS}))
+    said = f"ranks {','.join(map(str, ranks))}: the model cannot have all of {','.join(map(str, RANKS))}"
+    return ranks, () if ranks == RANKS else (said,)
+
+
+def _lora(asked: Asked) -> list[str]:
+    """What LoRA adapts: all matrices and the unembedding, as in the studies, unless told otherwise."""
+    return ["method.unembed=true", *(word for word in asked.extra if word.startswith("method."))]
+
+
+def _arms(asked: Asked, ranks: Sequence[int], scale: str, shapes: Any) -> list[str]:
+    """A line for full fine-tuning and one for LoRA, with five LRs around where the search begins."""
+    width = shapes.config.get_text_config().hidden_size
+    full = FULL_LR * (2000 / width) ** WIDTH_POWER * (RL_FACTOR if asked.reward else 1.0)
+    begin = asked.start or (full, RATIO[scale] * full)
+    lrs = [",".join(f"{lr * factor:.2g}" for factor in AROUND) for lr in begin]
+    seeds = "seed.init=" + ",".join(map(str, range(asked.seeds)))
+    lora = ["method=lora", f"method.rank={','.join(map(str, ranks))}", *_lora(asked)]
+    return [shlex.join([seeds, "method=full", f"optim.lr={lrs[0]}"]), shlex.join([seeds, *lora, f"optim.lr={lrs[1]}"])]
+
+
+def _name(study: Study) -> str:
+    """``regret-<model>-<data>-<hash>``: the same task has the same name, whatever LRs and seeds it is begun with."""
+    config = study.points[0].config
+    ids = sorted({run_id(replace(p.config, optim=replace(p.config.optim, lr=1.0), seed=config.seed))
+                  for p in study.points})  # fmt: skip
+    digest = hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:8]
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", f"regret-{config.model.name}-{config.data.name}-{digest}")
+
+
+def quoted(value: str) -> str:
+    """As Hydra's grammar takes any text."""
+    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -1,0 +1,98 @@
+"""The script for a GPU machine: its parts run where only torch, transformers and PEFT are, and a table always comes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiments.bench import gpu
+
+PROJECT = Path(__file__).resolve().parents[2]
+BARE = """
+    import sys
+
+    ABSENT = {"trl", "vllm", "hydra", "omegaconf", "datasets", "wandb", "submitit", "reasoning_gym", "math_verify",
+              "pandas", "pyarrow", "matplotlib", "scipy", "liger_kernel", "bitsandbytes",
+              "dill", "multiprocess"}
+
+    from importlib.machinery import PathFinder
+
+    found = PathFinder.find_spec
+    PathFinder.find_spec = staticmethod(
+        lambda name, *where: None if name.partition(".")[0] in ABSENT else found(name, *where)
+    )
+    import torch
+
+    torch.set_num_threads(1)
+    from experiments.bench import gpu, gpu_parts  # noqa: F401
+
+    for part in gpu_parts.PARTS:
+        sys.argv = ["gpu_parts", part, "--device", "cpu", "--tiny"]
+        gpu_parts.main()
+    assert not ABSENT & {name.partition(".")[0] for name in sys.modules}
+"""
+
+
+def test_every_part_runs_without_trl_hydra_and_the_rest() -> None:
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(BARE)], cwd=PROJECT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    names = [name for line in lines if isinstance(line, list) for name in line]
+    rows = {row["setting"]: row for row in lines if isinstance(row, dict)}
+    assert list(rows) == names and {row["part"] for row in rows.values()} == set(gpu.PARTS)
+    assert not [row for row in rows.values() if "failed" in row]
+    assert [name for name, row in rows.items() if "skipped" in row] == [
+        f"tiny {arm} bf16 flash" for arm in ("full", "r16")
+    ]
+    parity = [row for row in rows.values() if row["part"] == "parity" and "skipped" not in row]
+    assert len(parity) == 8 and all(row["good"] for row in parity)
+    assert all(row["tflops"] > 0 and row["planned_gib"] > 0 for row in rows.values() if row["part"] == "training")
+    assert "of full fine-tuning's time, 0.7" in rows["tiny r2, 32 tokens"]["finding"]
+    for rank in (2, 16):  # the larger one is computed merged
+        assert " than PEFT; law " in rows[f"tiny r{rank}, 64 tokens, 2 arms, eager"]["finding"]
+
+
+SCRIPT = """
+    import json, sys, time
+    part = sys.argv[1]
+    names = [f"{part} a", f"{part} b"]
+    row = {"part": part, "setting": names[0], "step_ms": 1.5, "finding": "x|y", "good": GOOD}
+    print(json.dumps(names), json.dumps(row), sep=chr(10), flush=True)
+    if part == "training":
+        time.sleep(60)
+    if part == "packed":
+        sys.exit("CUDA error: an illegal address")
+"""
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_a_table_comes_whatever_hangs_or_breaks(
+    good: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start, script = subprocess.Popen, textwrap.dedent(SCRIPT).replace("GOOD", str(good))
+    monkeypatch.setattr(gpu, "GRACE_S", 0.5)
+    monkeypatch.setattr(
+        gpu.subprocess, "Popen", lambda words, **how: start([sys.executable, "-c", script, *words[3:]], **how)
+    )
+    code = gpu.main(["--tiny", "--device", "cpu", "--out", str(tmp_path), "--seconds", "1"])
+    table = capsys.readouterr().out
+    assert code == 1 and (tmp_path / "gpu.md").read_text() == table.removesuffix("\n")
+    assert "| parity | parity a | 1.5 |  |  |  | x/y: " + ("good" if good else "TOO MUCH") + " |" in table
+    assert "| training | training b |  |  |  |  | skipped: out of time |" in table
+    assert "failed: its process ended with code 1: CUDA error: an illegal address |" in table
+    assert "3 measured, 2 skipped, 1 failed" in table
+    assert len(json.loads((tmp_path / "gpu.json").read_text())["rows"]) == 6
+
+
+def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["--device", "cpu", "--out", str(tmp_path)]) == 2
+    if not torch.cuda.is_available():
+        assert gpu.main(["--out", str(tmp_path)]) == 2
+    for line in capsys.readouterr().err.splitlines():
+        assert line.startswith("error: ")

@@ -1,0 +1,92 @@
+"""A reward function of the user's own: every way in which it can be wrong is one line; none reaches this process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from experiments import own_reward
+from experiments.compose import parse
+from experiments.config import ConfigError, DataConfig, DataSource, run_id
+from experiments.data import problems
+from experiments.grading import GraderProcess
+from experiments.objective import Grader, RLConfig
+from experiments.run import check
+
+RECORD = {"prompt": "ab", "answer": "", "task": "", "entry": {"prompt": "ab", "wanted": 3}}
+
+
+@pytest.fixture
+def reward(tmp_path: Path) -> str:
+    (tmp_path / "mine.py").write_text(
+        "import neighbour\n"
+        "def length(prompt, completion, row):\n    return min(len(completion) / row['wanted'], neighbour.ONE)\n"
+        "def broken(prompt, completion, row):\n    return {}['x']\n"
+        "def large(prompt, completion, row):\n    return 2\n"
+        "def words(prompt, completion, row):\n    return 'good'\n"
+        "def ends(prompt, completion, row):\n    import os; os._exit(3)\n"
+    )
+    (tmp_path / "neighbour.py").write_text("ONE = 1.0\n")
+    (tmp_path / "syntax.py").write_text("def f(:\n")
+    return str(tmp_path / "mine.py")
+
+
+def test_reward_between_0_and_1_is_taken_as_it_is(reward: str) -> None:
+    assert own_reward.try_out(f"{reward}:length", RECORD, "xy", 5.0) == pytest.approx(2 / 3)
+    grader = GraderProcess(Grader.own, 5.0, reward=f"{reward}:length")
+    broken = GraderProcess(Grader.own, 5.0, reward=f"{reward}:large")
+    try:
+        assert [g.reward for g in grader.grade([(RECORD, "x"), (RECORD, "xyzz")])] == [pytest.approx(1 / 3), 1.0]
+        assert [(g.outcome, g.reward) for g in broken.grade([(RECORD, "x")])] == [("crash", None)]
+    finally:
+        grader.close()
+        broken.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("mine.py:broken", "fails on the first prompt; KeyError: 'x'"),
+        ("mine.py:large", "returned 2; a reward is a number between 0 and 1"),
+        ("mine.py:words", "returned 'good'; a reward is a number between 0 and 1"),
+        ("mine.py:nothing", "has no function 'nothing'"),
+        ("mine.py:ends", "ended its process (exit code 3)"),
+        ("syntax.py:f", "cannot be imported; SyntaxError"),
+        ("none.py:f", "cannot be read; No such file"),
+        ("mine.py", "write FILE.py:FUNCTION"),
+    ],
+)
+def test_unusable_reward_is_one_line(reward: str, name: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        own_reward.try_out(str(Path(reward).parent / name), RECORD, "xy", 5.0)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_file_is_part_of_the_identity_and_a_changed_one_is_refused(reward: str, tmp_path: Path) -> None:
+    spec = f"{reward}:length"
+    config, launch = parse(["optim.lr=1e-3", f"launch.root={tmp_path / 'runs'}"])
+    own = RLConfig(group_size=2, grader=Grader.own, reward=spec, reward_digest=own_reward.digest(spec))
+    pinned = replace(config, rl=own)
+    check(pinned, launch)
+    Path(reward).write_text("def length(prompt, completion, row):\n    return 1\n")
+    with pytest.raises(ConfigError, match="rl.reward_digest: .* is pinned, but"):
+        check(pinned, launch)
+    assert run_id(pinned) != run_id(replace(pinned, rl=replace(own, reward_digest=own_reward.digest(spec))))
+    for wrong in ({"grader": Grader.own}, {"reward": spec}, {"grader": Grader.own, "reward": spec}):
+        with pytest.raises(ConfigError, match="rl.reward, rl.reward_digest"):
+            RLConfig(group_size=2, **wrong)
+
+
+def test_rows_need_a_prompt_only_and_reach_the_function_whole(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(f'{{"prompt": "p{n}", "wanted": {n}}}\n' for n in range(8)))
+    data = DataConfig(name="own", source=DataSource.jsonl, path=str(file), num_train=6, num_test=2)
+    found = problems.load(data, answers=False)
+    assert {p.entry["wanted"] for p in (*found.train, *found.test)} == set(range(8))
+    with pytest.raises(ConfigError, match="line 1: no question and answer"):
+        problems.load(data)
+    file.write_text('{"text": "no prompt"}\n')
+    with pytest.raises(ConfigError, match="line 1: no prompt among 'text'"):
+        problems.load(replace(data, seed=1), answers=False)

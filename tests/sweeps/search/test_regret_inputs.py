@@ -1,0 +1,169 @@
+"""``make regret``: whatever cannot work is one clear line and exit code 2, before anything is run or written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sweeps.grid import Study
+from sweeps.search import quote, regret
+from sweeps.search.task import Asked, read
+
+PROJECT = Path(__file__).resolve().parents[3]
+
+
+def write(file: Path, num: int = 80, row: Any = None) -> str:
+    rows = [row or {"prompt": f"count {n}", "completion": f"{n + 1}"} for n in range(num)]
+    file.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return str(file)
+
+
+def never(study: Study) -> int:
+    raise AssertionError("something was started")
+
+
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], *words: str, data: str = "") -> str:
+    """The one line that the command says."""
+    root = tmp_path / "runs"
+    known = ["--data", data or write(tmp_path / "rows.jsonl"), "--cluster", "local", f"launch.root={root}"]
+    model = [] if "--model" in words else ["--model", "mini-w64"]
+    assert regret.main([*model, *known, "optim.steps=4", *words], never) == 2
+    said = capsys.readouterr()
+    assert not said.out and not list(root.glob("*/config.json"))
+    (line,) = [line for line in said.err.splitlines() if line.startswith("error: ")]
+    return line
+
+
+def test_broken_json_is_named_by_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = Path(write(tmp_path / "rows.jsonl"))
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([*lines[:41], '{"prompt": "cut off', *lines[41:]]))
+    assert f"{file} line 42: " in refused(tmp_path, capsys, "--yes", data=str(file))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "mini-w65"], "MODEL: 'mini-w65' is not allowed; name a directory, OWNER/NAME of the hub, or one"),
+        (["--model", "."], "MODEL: '.' holds no config.json"),
+        (["--ranks", "1,two"], "RANKS: '1,two' is not allowed; write whole numbers"),
+        (["--ranks", "128"], "method.rank: 128 is not allowed; model.layers.0.self_attn.q_proj is 64 x 64, so at"),
+        (["--seeds", "1"], "SEEDS: 1 is not allowed; one seed shows no noise"),
+        (["--start", "1e-3"], "START: '1e-3' is not allowed; write two LRs"),
+        (["--budget", "5"], "BUDGET: 5 is not allowed; "),
+        (["optim.lr=1e-3"], "ARGS: optim.lr, seed and method are searched here"),
+        (["optim.step=3"], "'optim.step' is not a field; did you mean optim.steps?"),
+        (["--cluster", "nowhere"], "cluster: 'nowhere' is not allowed; choose one of auto, local"),
+        (["--memory-gib", "0.001"], "MODEL: r1-unembed needs 0.02"),
+        (["--reward", "none.py:f"], "none.py' cannot be read; No such file"),
+        ([], "YES: not given, and there is no terminal to ask on; say YES=1"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert said in refused(tmp_path, capsys, *words)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ("nothing.jsonl", "DATA: 'nothing.jsonl' is not there; name a JSONL file"),
+        ("few", "rows.jsonl holds 20 different rows; 64 or more are needed"),
+        ("same", "rows.jsonl holds 1 different rows; 64 or more are needed"),
+        ("fields", "line 1: no 'completion' field (found: 'prompt')"),
+    ],
+)
+def test_unusable_data_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], data: str, said: str
+) -> None:  # fmt: skip
+    file = tmp_path / "rows.jsonl"
+    made = {"few": lambda: write(file, 20), "same": lambda: write(file, row={"prompt": "a", "completion": "b"}),
+            "fields": lambda: write(file, row={"prompt": "a"})}  # fmt: skip
+    assert said in refused(tmp_path, capsys, "--yes", data=made[data]() if data in made else data)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("raise KeyError('wanted')", "fails on the first prompt and an empty completion; KeyError: 'wanted'"),
+        ("return 'good'", "returned 'good'; a reward is a number between 0 and 1"),
+        ("return 7", "returned 7; a reward is a number between 0 and 1"),
+    ],
+)
+def test_reward_that_raises_or_is_no_number_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], body: str, said: str
+) -> None:
+    (tmp_path / "mine.py").write_text(f"def f(prompt, completion, row):\n    {body}\n")
+    assert said in refused(tmp_path, capsys, "--yes", "--reward", f"{tmp_path / 'mine.py'}:f")
+
+
+def test_too_little_disk_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**40, 2**40 - 2**20, 2**20))
+    line = refused(tmp_path, capsys, "--yes")
+    assert "has 0.00098 GiB free; checkpoints may take 0.12 GiB: free some space, or name another store" in line
+
+
+def test_full_fine_tuning_that_does_not_fit_is_left_out_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write(tmp_path / "rows.jsonl")
+    task = read(Asked("mini-w64", data, (1,), extra=("optim.steps=4", f"launch.root={tmp_path / 'runs'}")))
+    memory, _, sizes = quote.memory_and_flops(task.study)
+    between = (memory["full"] + memory["r1-unembed"]) / 2
+    kept, why = quote.fitting(task.study, memory, between, None, sizes)
+    assert {p.config.method.kind.name for p in kept.points} == {"lora"} and "it needs 0.02" in why
+    words = ["--model", "mini-w64", "--data", data, "--ranks", "1,4", "--dry", "--cluster", "local", "optim.steps=4"]
+    assert regret.main([*words, "--memory-gib", f"{between}", f"launch.root={tmp_path / 'runs'}"], never) == 0
+    said = capsys.readouterr().err
+    assert (
+        "full fine-tuning is left out: it needs" in said and "Whether LoRA loses against it will stay unknown" in said
+    )
+
+
+def test_cost_is_shown_before_anything_starts(tmp_path: Path) -> None:
+    """Through make, as it is typed."""
+    data = write(tmp_path / "rows.jsonl")
+    words = ["make", "-s", "-o", ".venv/.ready", "regret", "MODEL=mini-w64", f"DATA={data}", "RANKS=1",
+             f"ROOT={tmp_path}", "DRY=1", "CLUSTER=local", "ARGS=optim.steps=4"]  # fmt: skip
+    done = subprocess.run(words, cwd=PROJECT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for part in (
+        "64 rows to train on, 16 held out",
+        "GiB, at most",
+        "runs: about",
+        "at most 50 (BUDGET=)",
+        "measured)",
+    ):
+        assert part in done.stderr, done.stderr
+    assert not list(tmp_path.glob("*/config.json"))
+
+
+def test_same_file_is_the_same_task_and_a_changed_one_another(tmp_path: Path) -> None:
+    data = write(tmp_path / "rows.jsonl")
+    extra = ("optim.steps=4", f"launch.root={tmp_path / 'runs'}")
+    first, again = read(Asked("mini-w64", data, (1,), extra=extra)), read(Asked("mini-w64", data, (1,), extra=extra))
+    assert first.study.name == again.study.name and first.study.points == again.study.points
+    assert read(Asked("mini-w64", data, (1,), start=(1e-5, 1e-5), seeds=3, extra=extra)).study.name == first.study.name
+    file = tmp_path / "rows.jsonl"
+    file.write_text(file.read_text().replace('"count 7"', '"count seven"'))
+    changed = read(Asked("mini-w64", data, (1,), extra=extra))
+    assert changed.study.name != first.study.name
+    assert not {p.run_id for p in changed.study.points} & {p.run_id for p in first.study.points}
+
+
+def test_default_ranks_give_way_to_what_the_model_can_have(tmp_path: Path) -> None:
+    extra = ("optim.steps=4", f"launch.root={tmp_path / 'runs'}")
+    task = read(Asked("mini-w64", write(tmp_path / "rows.jsonl"), extra=extra))
+    assert {p.config.method.rank for p in task.study.points} == {0, 1, 16, 64} and "cannot have all" in task.notes[-1]
+    moe = read(Asked("mini-moe", write(tmp_path / "rows.jsonl"), extra=extra))
+    assert 1 not in {p.config.method.rank for p in moe.study.points}  # experts share the rank out
