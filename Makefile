@@ -2,7 +2,7 @@
 # Options:  SCALE=mini|smol|paper  CLUSTER=auto|local|<profile of conf/cluster>  DRY=1  DETACH=1  ARGS='optim.steps=50 ...'
 #           SEARCH=adaptive [SEARCH_WIDTH=1.3] [SEARCH_BUDGET=60] searches the LRs of a study instead of running its grid
 .DEFAULT_GOAL := help
-.PHONY: help setup sweep-% plan-% sweep-rl studies exact verdict report serve compare bench bench-studies status cancel collect figures bases smol gpu vllm reference regret lint type test test-vllm test-slow test-slurm test-gpu bench-search prefetch table-params
+.PHONY: help setup sweep-% plan-% sweep-rl studies exact verdict report serve notebooks compare bench bench-studies status cancel collect figures bases smol gpu vllm reference regret lint type test test-vllm test-slow test-slurm test-gpu bench-search prefetch table-params
 
 SCALE ?= mini
 CLUSTER ?= auto
@@ -19,6 +19,7 @@ BUDGET ?=
 SEARCH ?=
 SEARCH_WIDTH ?=
 SEARCH_BUDGET ?=
+STYLE ?=
 JOBS ?= 2
 PORT ?= 8000
 PYTHON ?= python3
@@ -30,7 +31,7 @@ PIP_VLLM = $(PY_VLLM) -m pip install -qq -c constraints-vllm.txt
 export OMP_NUM_THREADS ?= 1
 SEARCHED = $(SEARCH:%=--search %) $(SEARCH_WIDTH:%=--width %) $(SEARCH_BUDGET:%=--budget %)
 LAUNCH = $(PY) -m sweeps$(if $(SEARCH),.search).launch $* $(SEARCHED) --scale $(SCALE) --cluster $(CLUSTER) $(if $(DETACH),--detach) launch.root=$(ROOT) $(ARGS)
-DRAW = $(PY) -m analysis.figures --root $(ROOT)
+DRAW = $(PY) -m analysis.figures --root $(ROOT) $(STYLE:%=--style %)
 
 help: ## list the targets
 	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -81,6 +82,9 @@ report: $(READY) ## everything on one page, runs/report.html, from the reference
 serve: $(READY) ## a page of the runs at http://localhost:8000 (PORT=8001: another) that keeps itself up to date
 	@$(PY) -m analysis.live --root $(ROOT) --port $(PORT)
 
+notebooks: $(READY) ## execute the notebooks of analysis/notebooks, into runs/notebooks: under a minute
+	@$(PY) -m analysis.notebooks --root $(ROOT)
+
 compare: $(READY) ## hold your runs against the committed reference: points and verdicts
 	@$(PY) -m analysis.compare --scale $(SCALE) --root $(ROOT)
 
@@ -93,7 +97,7 @@ cancel: $(READY) ## cancel the jobs of a study on a cluster: make cancel STUDY=l
 collect: $(READY) ## what became of each unfinished run of a study on a cluster: make collect STUDY=lr
 	@$(PY) -m slurm.collect $(STUDY) --scale $(SCALE) --root $(ROOT)
 
-figures: $(READY) ## redraw all figures from the store alone
+figures: $(READY) ## redraw all figures from the store alone; STYLE=paper: one column wide, PDF and SVG, captions as text
 	@$(DRAW)
 
 reference: $(READY) ## publish the finished studies into analysis/reference and the README

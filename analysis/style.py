@@ -1,4 +1,8 @@
-"""One look for all figures: colour-blind-safe, distinct in grey, readable in print, the same bytes twice."""
+"""One look for all figures: colour-blind-safe, distinct in grey, readable in print, the same bytes twice.
+
+Two styles: ``screen`` is seven inches wide, panels side by side, title and note on the figure; ``paper`` is one column
+wide, panels lettered and one below the other, title and note in a text file beside it, in vector formats only.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,19 @@ import math
 import re
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib import colormaps
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
 WIDTH_IN = 7.0
@@ -43,6 +53,34 @@ RC: dict[str, Any] = {
 }
 UNEMBED = "-unembed"
 FORMATS = ("png", "svg", "pdf")
+VECTOR = ("pdf", "svg")
+"""Those of a paper."""
+COLUMN_IN = 3.3
+"""Width of one column of a paper; nothing is set below 6.5 pt at this size."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """What the styles differ in, with the average width of a character and that of a legend's sample and gaps."""
+
+    name: str
+    width_in: float
+    character_in: float
+    sample_in: float
+    rc: dict[str, Any]
+
+    @property
+    def is_paper(self) -> bool:
+        return self.name == "paper"
+
+
+SCREEN = Style("screen", WIDTH_IN, 0.06, 0.7, {})
+PAPER = Style("paper", COLUMN_IN, 0.056, 0.5, {
+    "font.size": 7, "axes.labelsize": 7, "axes.titlesize": 7, "legend.fontsize": 7, "xtick.labelsize": 6.5,
+    "ytick.labelsize": 6.5, "lines.linewidth": 1.0, "lines.markersize": 3.5,
+})  # fmt: skip
+STYLES = {style.name: style for style in (SCREEN, PAPER)}
+_current = SCREEN
 NO_METADATA: dict[str, dict[str, None]] = {
     "png": {"Software": None},
     "svg": {"Date": None, "Creator": None},
@@ -50,10 +88,19 @@ NO_METADATA: dict[str, dict[str, None]] = {
 }
 
 
-def use() -> None:
-    """Set the style for this process, on a backend that needs no display."""
+def use(name: str = "screen") -> None:
+    """Set the style for this process, on a backend that needs no display. Raises ValueError for an unknown one."""
+    global _current
+    if name not in STYLES:
+        raise ValueError(f"style: {name!r} is not allowed; one of {', '.join(STYLES)}")
+    _current = STYLES[name]
     matplotlib.use("Agg")
-    matplotlib.rcParams.update(RC)
+    matplotlib.rcParams.update(RC | _current.rc)
+
+
+def current() -> Style:
+    """The style that ``use`` has set for this process."""
+    return _current
 
 
 def arm_looks(arms: Sequence[str], reference: str = "full") -> dict[str, dict[str, Any]]:
@@ -88,9 +135,74 @@ def arm_labels(arms: Sequence[str], reference: str = "full") -> dict[str, str]:
 
 
 def legend_columns(labels: Sequence[str]) -> int:
-    """How many columns of the longest label fit the text width (7.5 pt type, line sample and gap 0.7 in)."""
-    longest_in = 0.7 + 0.06 * max(map(len, labels), default=1)
-    return max(1, min(len(labels), int(WIDTH_IN / longest_in)))
+    """How many columns of the longest label fit the width of the figure."""
+    longest = max((len(line) for label in labels for line in label.split("\n")), default=1)
+    longest_in = _current.sample_in + _current.character_in * longest
+    return max(1, min(len(labels), int(_current.width_in / longest_in)))
+
+
+def panels(
+    rows: int = 1,
+    columns: int = 1,
+    height: float = 3.6,
+    *,
+    paper_heights: Sequence[float] = (1.9,),
+    paper_columns: int = 1,
+    by_column: bool = False,
+    **options: Any,
+) -> tuple[Figure, np.ndarray]:
+    """A figure and its axes, an array of (rows, columns).
+
+    On a screen the figure has that height and takes the options of ``Figure.subplots``. In a paper the panels stand one
+    below the other, or in ``paper_columns``, row by row or ``by_column``, with ``paper_heights`` in turn (inches), and
+    panels that share their y axis in a row go on sharing it.
+    """
+    if not _current.is_paper:
+        figure = Figure(figsize=(_current.width_in, height), layout="constrained")
+        return figure, figure.subplots(rows, columns, squeeze=False, **options)
+    lines = -(-rows * columns // paper_columns)
+    heights = [paper_heights[k % len(paper_heights)] for k in range(lines)]
+    figure = Figure(figsize=(_current.width_in, sum(heights)), layout="constrained")
+    stacked = figure.subplots(lines, paper_columns, squeeze=False, height_ratios=heights).ravel()
+    for unused in stacked[rows * columns :]:
+        unused.remove()
+    used = stacked[: rows * columns]
+    grid = used.reshape(columns, rows).T if by_column else used.reshape(rows, columns)
+    for first, *others in grid if options.get("sharey") else ():
+        for axes in others:
+            axes.sharey(first)
+    return figure, grid
+
+
+def place(axes: Axes | np.ndarray, words: str) -> str:
+    """What a caption calls a panel, or several: ``words`` on a screen, their letters in a paper."""
+    if not _current.is_paper:
+        return words
+    chosen = np.ravel(np.asarray(axes, dtype=object))
+    return " and ".join(f"({_letter(panel)})" for panel in chosen)
+
+
+def _letter(axes: Axes) -> str:
+    """a to z, then aa, ab, ..."""
+    round_, k = divmod(axes.figure.axes.index(axes), 26)
+    return (ascii_lowercase[round_ - 1] if round_ else "") + ascii_lowercase[k]
+
+
+def legend(figure: Figure, handles: Sequence[Artist], ncols: int, **options: Any) -> Legend:
+    """The figure's legend, below its panels. In a paper as many columns as fit and long labels broken."""
+    if not _current.is_paper:
+        return figure.legend(handles=handles, loc="outside lower center", ncols=ncols, **options)
+    longest = _characters(_current.width_in - _current.sample_in)
+    labels = [textwrap.fill(str(handle.get_label()), longest) for handle in handles]
+    drawn = figure.legend(handles, labels, loc="outside lower center", ncols=min(ncols, legend_columns(labels)),
+                          columnspacing=1.2, labelspacing=0.35, **options)  # fmt: skip
+    height = drawn.get_window_extent(FigureCanvasAgg(figure).get_renderer()).height / figure.dpi
+    figure.set_figheight(figure.get_figheight() + height)  # the panels keep theirs
+    return drawn
+
+
+def _characters(inches: float) -> int:
+    return max(8, int(inches / _current.character_in))
 
 
 def log_axis(axes: Axes, which: str = "x", *, most: int = 7) -> None:
@@ -125,17 +237,48 @@ def number_text(value: float) -> str:
     return f"{float(mantissa):g}e{int(exponent)}"
 
 
-def caption(figure: Figure, title: str, note: str) -> None:
-    """Title and note above the figure, broken at the text width (125 characters of 7 pt on 7 in)."""
+def caption(figure: Figure, title: str, note: str, interval: str = "") -> None:
+    """Title and note above the figure, broken at the text width (125 characters of 7 pt on 7 in).
+
+    In a paper they are the figure's own label, which ``save`` writes to a text file, with a sentence on the
+    ``interval`` of what has none in the figure; the panels get their letters.
+    """
+    if _current.is_paper:
+        figure.set_label(" ".join(f"{part}." for part in (title, note, interval) if part))
+        _letter_panels(figure)
+        return
     text = "\n".join(line for part in (title, note) for line in textwrap.wrap(part, 125))
     figure.suptitle(text, fontsize=SMALL_PT, x=0.01, ha="left")
 
 
-def save(figure: Figure, stem: Path, formats: Sequence[str] = FORMATS) -> list[Path]:
-    """Write PNG, SVG and PDF without dates or versions: equal data, equal bytes."""
+def _letter_panels(figure: Figure) -> None:
+    """Letter every panel, name the axes that a neighbour named for it, break what is longer than its panel."""
+    for axes in figure.axes:
+        spec = axes.get_subplotspec()
+        assert spec is not None  # made by panels
+        grid = spec.get_gridspec()
+        heights = np.asarray(grid.get_height_ratios(), dtype=float)  # inches
+        across = _characters(figure.get_figwidth() / grid.ncols - 0.4)  # less the tick labels
+        up = _characters(heights[spec.rowspan.start] - 0.3)
+        named = [other.get_ylabel() for other in axes.get_shared_y_axes().get_siblings(axes) if other.get_ylabel()]
+        axes.set_ylabel(_broken(axes.get_ylabel() or next(iter(named), ""), up))
+        axes.set_xlabel(_broken(axes.get_xlabel(), across))
+        letter = f"({_letter(axes)}) " if len(figure.axes) > 1 else ""
+        axes.set_title(_broken(letter + axes.get_title(loc="left"), across), loc="left", fontsize=SMALL_PT)
+
+
+def _broken(text: str, characters: int) -> str:
+    return "\n".join(textwrap.wrap(text, characters)) if max(map(len, text.split("\n"))) > characters else text
+
+
+def save(figure: Figure, stem: Path, formats: Sequence[str] | None = None) -> list[Path]:
+    """Write the style's formats without dates or versions: equal data, equal bytes. In a paper the caption too."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     paths = []
-    for kind in formats:
+    if figure.get_label():
+        paths.append(stem.parent / f"{stem.name}.txt")
+        paths[0].write_text("\n".join(textwrap.wrap(str(figure.get_label()), 100)) + "\n")
+    for kind in formats or (VECTOR if _current.is_paper else FORMATS):
         path = stem.parent / f"{stem.name}.{kind}"
         figure.savefig(path, metadata=NO_METADATA[kind])
         paths.append(path)

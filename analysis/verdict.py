@@ -135,6 +135,11 @@ def write(verdicts: Sequence[Verdict], results: Results, out: Path) -> None:
     store.write_atomic(out / "verdict.json", json.dumps(document, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
 
 
+def recorded(folder: Path) -> pd.DataFrame:
+    """What ``write`` put into a folder: a row per claim, by its id."""
+    return pd.DataFrame(json.loads((folder / "verdict.json").read_text())["claims"]).set_index("claim")
+
+
 def show(verdicts: Sequence[Verdict], results: Results, console: Console) -> None:
     """Print the table, as wide as the terminal, and the summary."""
     table = Table("claim", "paper", "here", "n", "verdict", "why", show_lines=True)

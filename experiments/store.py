@@ -264,7 +264,9 @@ def read_rows(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
     return rows, []
 
 
-RESERVED = frozenset({"studies", "figures", "cache", "bases", "logs", "slurm", "verdict", "wandb", "regret"})
+RESERVED = frozenset(
+    {"studies", "figures", "cache", "bases", "logs", "slurm", "verdict", "wandb", "regret", "notebooks"}
+)
 """Names under the root that are not runs."""
 
 

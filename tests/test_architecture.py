@@ -41,6 +41,7 @@ BOUNDARIES = {  # library -> the only modules that may import it
     "jinja2": {"analysis.page"},
     "markupsafe": {"analysis.page"},
     "submitit": {"slurm"},
+    "nbclient": {"analysis.notebooks"},
     "hydra": {"experiments.compose"},
     "omegaconf": {"experiments.compose"},
 }  # fmt: skip

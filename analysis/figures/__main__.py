@@ -2,6 +2,7 @@
 
 Writes ``<root>/figures/<study>-<scale>/``: the study's figures as PNG, SVG and PDF, ``runs.csv`` (one row
 per run) and, where LRs were swept, ``optimum.csv`` and ``optimum.json`` (one row per arm); prints the arms.
+``--style paper`` writes ``<root>/figures/paper/``: one column wide, as PDF and SVG with the caption beside them.
 """
 
 from __future__ import annotations
@@ -36,16 +37,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--scale", default="mini")
     parser.add_argument("--overrides", nargs="*", default=[], help="those STUDY was launched with")
     parser.add_argument("--root", default="runs")
-    parser.add_argument("--out", default=None, help="default: <root>/figures")
+    parser.add_argument("--out", default=None, help="default: <root>/figures, in style paper <root>/figures/paper")
+    parser.add_argument("--style", default="screen", help="screen, or paper: one column wide, PDF, SVG and caption")
     options = parser.parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    style.use()
     root = Path(options.root)
-    out = Path(options.out or root / "figures")
     try:
+        style.use(options.style)
+        out = Path(options.out or root / "figures" / ("paper" if style.current().is_paper else ""))
         named = [manifests.study_name(study, options.overrides) for study in options.studies]
         chosen = [(study, options.scale) for study in named] or manifests.list_studies(root)
-    except store.StoreError as error:
+    except (store.StoreError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if not chosen:
@@ -88,7 +90,8 @@ def redraw(study: str, scale: str, root: Path, out: Path) -> None:
         print(f"search: {name}: {end['phase']}: {end['why']}")
     for note in filter(None, [envelope.unequal_counts(found.runs) if arms else ""]):
         print(f"note: {note}")
-    print(f"figures: {', '.join(f'{out / name}.png' for name in figures)} (also .svg, .pdf)")
+    first, also = ("pdf", ".svg, caption .txt") if style.current().is_paper else ("png", ".svg, .pdf")
+    print(f"figures: {', '.join(f'{out / name}.{first}' for name in figures)} (also {also})")
     print(f"tables: {', '.join(str(path) for path in sorted(out.glob('*.csv')))}")
 
 

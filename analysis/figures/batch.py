@@ -16,7 +16,6 @@ from analysis.figures import parts
 from analysis.judges.common import TooLittle, at_best_lr, gap, grid_of
 from analysis.results import StudyRuns
 
-Looks = dict[str, dict[str, Any]]
 BATCH = "config.optim.batch_size"
 SHOWN_FRAC = 0.05
 """Curves are shown from a twentieth of the examples on; the fall of the first would hide the arms."""
@@ -30,22 +29,23 @@ def figure(study: StudyRuns, caption: str) -> Figure:
     """
     arms = parts.expected_arms(study)
     looks = parts.arm_looks(arms)
-    batches = sorted(int(batch) for batch in study.points[BATCH].unique())
-    fig = Figure(figsize=(style.WIDTH_IN, 3.6), layout="constrained")
-    left, middle, right = fig.subplots(1, 3, width_ratios=(1.35, 1, 1))
-    notes = [
-        parts.attempt(left, lambda: draw_curves(study, batches, arms, left)),
-        parts.attempt(middle, lambda: draw_finals(study, batches, looks, middle)),
-        parts.attempt(right, lambda: draw_gaps(study, batches, looks, right)),
-    ]
+    fig, [[left, middle, right]] = style.panels(1, 3, 3.6, width_ratios=(1.35, 1, 1))
+    drawn = ((draw_curves, left), (draw_finals, middle), (draw_gaps, right))
+    notes = [parts.attempt(draw, study, axes) for draw, axes in drawn]
     names = style.arm_labels(arms)
     handles = [Line2D([], [], label=names[arm], **looks[arm]) for arm in arms]
-    fig.legend(handles=handles, loc="outside lower center", ncols=min(5, len(handles)), handlelength=2.2)
+    style.legend(fig, handles, min(5, len(handles)), handlelength=2.2)
     parts.caption(fig, caption, study, "each batch size and arm at its best LR of its own sweep",
-                  f"left: mean over seeds, from {100 * SHOWN_FRAC:g} % of the examples on",
-                  "middle: mean, whiskers lowest and highest seed", "right: whiskers 95 % interval of the paired "
-                  "difference", *notes)  # fmt: skip
+                  f"{style.place(left, 'left')}: mean over seeds, from {100 * SHOWN_FRAC:g} % of the examples on",
+                  f"{style.place(middle, 'middle')}: mean, whiskers lowest and highest seed",
+                  f"{style.place(right, 'right')}: whiskers 95 % interval of the paired difference",
+                  *notes)  # fmt: skip
     return fig
+
+
+def batch_sizes(study: StudyRuns) -> list[int]:
+    """Those that the study asks for, smallest first."""
+    return sorted(int(batch) for batch in study.points[BATCH].unique())
 
 
 def batch_looks(batches: list[int]) -> dict[int, dict[str, Any]]:
@@ -55,11 +55,11 @@ def batch_looks(batches: list[int]) -> dict[int, dict[str, Any]]:
             for k, (batch, shade) in enumerate(zip(batches, shades, strict=True))}  # fmt: skip
 
 
-def draw_curves(study: StudyRuns, batches: list[int], arms: list[str], axes: Axes) -> None:
+def draw_curves(study: StudyRuns, axes: Axes) -> Axes:
     """Held-out NLL against examples seen of full and the highest rank."""
     shown = []
-    looks = batch_looks(batches)
-    for batch in batches:
+    arms, looks = parts.expected_arms(study), batch_looks(batch_sizes(study))
+    for batch in looks:
         for arm, line in ((FULL, "-"), (arms[-1], "--")):
             try:
                 table = best_curve(study, batch, arm)
@@ -81,6 +81,7 @@ def draw_curves(study: StudyRuns, batches: list[int], arms: list[str], axes: Axe
     for arm, line in ((FULL, "-"), (arms[-1], "--")):
         handles.append(Line2D([], [], color="#555555", linestyle=line, label=style.arm_labels(arms)[arm]))
     axes.legend(handles=handles, loc="upper right", handlelength=2.4, labelspacing=0.3)
+    return axes
 
 
 def best_curve(study: StudyRuns, batch: int, arm: str) -> pd.DataFrame:
@@ -93,13 +94,14 @@ def best_curve(study: StudyRuns, batch: int, arm: str) -> pd.DataFrame:
     return pd.DataFrame({"examples": mean.index.to_numpy(float) * batch, "nll": mean.to_numpy()})
 
 
-def draw_finals(study: StudyRuns, batches: list[int], looks: Looks, axes: Axes) -> None:
+def draw_finals(study: StudyRuns, axes: Axes) -> Axes:
     """Final NLL by batch size and arm."""
+    batches = batch_sizes(study)
     parts.value_ticks(axes, batches)
     axes.set_xlabel("batch size")
     axes.set_ylabel("final held-out NLL (nats)")
     drawn = 0
-    for k, (arm, look) in enumerate(looks.items()):
+    for k, (arm, look) in enumerate(parts.study_looks(study).items()):
         rows = []
         for batch in batches:
             try:
@@ -112,17 +114,19 @@ def draw_finals(study: StudyRuns, batches: list[int], looks: Looks, axes: Axes) 
             parts.whiskers(axes, pd.DataFrame(rows), "batch", "nll", look)
     if not drawn:
         raise TooLittle("no finished run")
+    return axes
 
 
-def draw_gaps(study: StudyRuns, batches: list[int], looks: Looks, axes: Axes) -> str:
-    """LoRA - full by batch size and rank, paired by seed. Returns what could not be compared."""
+def draw_gaps(study: StudyRuns, axes: Axes) -> Axes:
+    """LoRA - full by batch size and rank, paired by seed. Notes what could not be compared."""
+    batches = batch_sizes(study)
     parts.value_ticks(axes, batches)
     axes.set_xlabel("batch size")
     axes.set_ylabel("gap to full fine-tuning (nats)")
     axes.axhline(0, color="black", linewidth=0.7)
     failed = []
     drawn = 0
-    for k, (arm, look) in enumerate(looks.items()):
+    for k, (arm, look) in enumerate(parts.study_looks(study).items()):
         rows = []
         for batch in batches if arm != FULL else []:
             try:
@@ -139,7 +143,7 @@ def draw_gaps(study: StudyRuns, batches: list[int], looks: Looks, axes: Axes) ->
             parts.whiskers(axes, pd.DataFrame(rows), "batch", "gap", look)
     if not drawn:
         raise TooLittle("no batch size with both LoRA and full fine-tuning")
-    return f"no gap at batch size {'; '.join(dict.fromkeys(failed))}" if failed else ""
+    return parts.note(axes, f"no gap at batch size {'; '.join(dict.fromkeys(failed))}" if failed else "")
 
 
 def _aside(k: int) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -17,7 +16,6 @@ from analysis.judges.common import TooLittle
 from analysis.judges.gaps import stored_bits
 from analysis.results import StudyRuns
 
-Looks = dict[str, dict[str, Any]]
 FEW = 1e-3
 """Share of all bits below which a run has no place on the log axis; it stands at the lower edge."""
 
@@ -29,22 +27,22 @@ def figure(study: StudyRuns, caption: str) -> Figure:
     """
     arms = parts.expected_arms(study)
     looks = parts.arm_looks(arms)
-    fig = Figure(figsize=(style.WIDTH_IN, 3.7), layout="constrained")
-    axes = fig.subplots()
-    few = parts.attempt(axes, lambda: draw(study, axes, looks))
+    fig, [[axes]] = style.panels(height=3.7, paper_heights=(2.4,))
+    few = parts.attempt(draw, study, axes)
     names = style.arm_labels(arms)
     handles = [Line2D([], [], label=names[arm], **{**looks[arm], "linestyle": "none"}) for arm in arms]
     per = study.settings["bits_per_parameter_paper"]
     for line, words in (("--", f"{per:g} bits per parameter (the post)"), (":", "all bits there are")):
         handles.append(Line2D([], [], color=parts.PAPER_COLOR, linestyle=line, label=words))
-    fig.legend(handles=handles, loc="outside lower center", ncols=4, handlelength=2.2)
+    style.legend(fig, handles, 4, handlelength=2.2)
     parts.caption(fig, caption, study, "one mark per seed at the arm's best LR",
                   "bits stored: all bits less the NLL of all facts in bits", few)  # fmt: skip
     return fig
 
 
-def draw(study: StudyRuns, axes: Axes, looks: Looks) -> str:
-    """Marks, the post's line and the total. Returns which arms have next to nothing stored, or no usable run."""
+def draw(study: StudyRuns, axes: Axes) -> Axes:
+    """Marks, the post's line and the total. Notes which arms have next to nothing stored, or no usable run."""
+    looks = parts.study_looks(study)
     axes.set_xlabel("trained parameters")
     axes.set_ylabel("bits stored")
     table, failed = bits(study)
@@ -78,7 +76,7 @@ def draw(study: StudyRuns, axes: Axes, looks: Looks) -> str:
         if few
         else []
     )
-    return "; ".join([*notes, *failed])
+    return parts.note(axes, *notes, *failed)
 
 
 def bits(study: StudyRuns) -> tuple[pd.DataFrame, list[str]]:

@@ -11,6 +11,7 @@ from matplotlib.lines import Line2D
 
 from analysis import envelope, style
 from analysis.arms import FULL, Arm
+from analysis.figures import parts
 
 SHOWN_FRAC = 0.05
 """Curves are shown from a twentieth of the run on; the fall of the first steps would hide the arms."""
@@ -26,8 +27,7 @@ def figure(
     means = envelope.mean_curves(runs, curves)
     panels = list(dict.fromkeys(arm.panel for arm in arms))
     looks = style.arm_looks([arm.name for arm in arms], reference)
-    fig = Figure(figsize=(style.WIDTH_IN, 0.8 + 2.5 * len(panels)), layout="constrained")
-    grid = fig.subplots(len(panels), 2, squeeze=False, sharey="row")
+    fig, grid = style.panels(len(panels), 2, 0.8 + 2.5 * len(panels), sharey="row")
     for panel, (left, right) in zip(panels, grid, strict=True):
         inside = means[means["panel"] == panel]
         names = [arm.name for arm in arms if arm.panel == panel]
@@ -42,12 +42,12 @@ def figure(
     handles = [Line2D([], [], label=labels[name], **look) for name, look in looks.items()
                if any(arm.name == name for arm in arms)]  # fmt: skip
     ncols = style.legend_columns([*labels.values()])
-    fig.legend(handles=handles, loc="outside lower center", ncols=ncols, handlelength=2.2)
+    style.legend(fig, handles, ncols, handlelength=2.2)
     counts = runs.groupby(["panel", "arm", "lr"]).size()
     seeds = f"{counts.min()}" if counts.nunique() == 1 else f"{counts.min()} to {counts.max()}"
     lrs = envelope.unequal_counts(runs) or f"{int(runs.groupby(['panel', 'arm'])['lr'].nunique().max())} LRs per arm"
     note = f"mean over seeds (n = {seeds}), bands: ± 1 SD; from {100 * SHOWN_FRAC:g} % of the steps on; {lrs}"
-    style.caption(fig, caption, note)
+    style.caption(fig, caption, note, parts.interval_text(runs))
     return fig
 
 

@@ -18,7 +18,6 @@ from analysis.judges.common import TooLittle
 from analysis.judges.curves import early_difference
 from analysis.results import StudyRuns
 
-Looks = dict[str, dict[str, Any]]
 TRAIN = "train/nll_nats"
 _KINDS: Mapping[str, tuple[str, dict[str, Any]]] = {
     TRAIN: ("training loss, same batches", {"color": "#b0502b", "linestyle": "-", "linewidth": 1.0}),
@@ -33,21 +32,20 @@ def figure(study: StudyRuns, caption: str) -> Figure:
     """
     arms = parts.expected_arms(study)
     looks = parts.arm_looks(arms)
-    fig = Figure(figsize=(style.WIDTH_IN, 3.7), layout="constrained")
-    left, right = fig.subplots(1, 2)
-    notes = [parts.attempt(left, lambda: draw_losses(study, left, looks)),
-             parts.attempt(right, lambda: draw_difference(study, right))]  # fmt: skip
+    fig, [[left, right]] = style.panels(1, 2, 3.7)
+    notes = [parts.attempt(draw_losses, study, left), parts.attempt(draw_difference, study, right)]
     names = style.arm_labels(arms)
     handles = [Line2D([], [], label=names[arm], **looks[arm]) for arm in arms]
-    fig.legend(handles=handles, loc="outside lower center", ncols=min(5, len(handles)), handlelength=2.2)
+    style.legend(fig, handles, min(5, len(handles)), handlelength=2.2)
     lrs = ", ".join(f"{lr:g}" for lr in sorted(study.points["lr"].unique()))
     parts.caption(fig, caption, study, f"LR {lrs} for every rank",
-                  "left: mean over seeds, lines: training loss, markers: held-out NLL",
-                  "right: mean over seeds, bands: lowest and highest seed", *notes)  # fmt: skip
+                  f"{style.place(left, 'left')}: mean over seeds, lines: training loss, markers: held-out NLL",
+                  f"{style.place(right, 'right')}: mean over seeds, bands: lowest and highest seed",
+                  *notes)  # fmt: skip
     return fig
 
 
-def draw_losses(study: StudyRuns, axes: Axes, looks: Looks) -> None:
+def draw_losses(study: StudyRuns, axes: Axes) -> Axes:
     """Training loss (line) and held-out NLL (marker) per arm against step, mean over the seeds."""
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per completion token)")
@@ -55,6 +53,7 @@ def draw_losses(study: StudyRuns, axes: Axes, looks: Looks) -> None:
         raise TooLittle("no finished run")
     joined = study.curves.merge(study.runs[["run_id", "arm"]], on="run_id")
     joined = joined[joined["step"] > 0]
+    looks = parts.study_looks(study)
     drawn = [arm for arm in looks if arm in set(joined["arm"])]
     for k, arm in enumerate(drawn):
         look = looks[arm]
@@ -68,10 +67,11 @@ def draw_losses(study: StudyRuns, axes: Axes, looks: Looks) -> None:
     axes.set_xlim(0.9, joined["step"].max() * 1.1)
     style.log_axis(axes)
     _mark_early(study, axes)
+    return axes
 
 
-def draw_difference(study: StudyRuns, axes: Axes) -> str:
-    """Loss of the first rank minus that of the second, on the same batches. Returns the margin in words."""
+def draw_difference(study: StudyRuns, axes: Axes) -> Axes:
+    """Loss of the first rank minus that of the second, on the same batches. Notes the margin in words."""
     low, high = study.settings["ranks"]
     axes.set_xlabel("step")
     axes.set_ylabel(f"rank {low} - rank {high} (nats)")
@@ -100,7 +100,7 @@ def draw_difference(study: StudyRuns, axes: Axes) -> str:
     legend = axes.legend(loc="upper left", bbox_to_anchor=(0, 0.94), handlelength=2.4, frameon=True, framealpha=1)
     legend.get_frame().set(**{"facecolor": "white", "edgecolor": "none"})
     share = 100 * float(study.settings["margin_frac"])
-    return f"dotted: ± {margin:.2g} nats, {share:g} % of what was learnt by then" if known else ""
+    return parts.note(axes, f"dotted: ± {margin:.2g} nats, {share:g} % of what was learnt by then" if known else "")
 
 
 def early_margin(study: StudyRuns, table: pd.DataFrame) -> float:

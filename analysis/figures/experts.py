@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
@@ -35,18 +33,17 @@ def figure(study: StudyRuns, caption: str) -> Figure:
     panels = [(name, part) for name, part in parts.by_panel(study) if has_experts(part)]
     arms = list(dict.fromkeys(arm for _, part in panels for arm in parts.expected_arms(part)))
     looks = parts.arm_looks(arms)
-    fig = Figure(figsize=(style.WIDTH_IN, 1.0 + 2.2 * len(panels)), layout="constrained")
-    grid = fig.subplots(len(panels), len(PANELS), squeeze=False)
+    fig, grid = style.panels(len(panels), len(PANELS), 1.0 + 2.2 * len(panels), paper_heights=(1.6,), paper_columns=2)
     for (name, part), row in zip(panels, grid, strict=True):
         chosen = best_runs(part, parts.expected_arms(part))
         for axes, (metrics, label) in zip(row, PANELS, strict=True):
-            parts.attempt(axes, partial(draw, part, chosen, metrics, axes, looks, log=False))
+            parts.attempt(draw, part, axes, metrics=metrics, chosen=chosen, looks=looks)
             axes.set_title(label, loc="left", fontsize=style.SMALL_PT)
         if name:
             row[0].set_ylabel(name)
     names = style.arm_labels(arms)
     handles = [Line2D([], [], label=names[arm], **looks[arm]) for arm in arms if arm in looks]
-    fig.legend(handles=handles, loc="outside lower center", ncols=style.legend_columns([*names.values()]))
+    style.legend(fig, handles, style.legend_columns([*names.values()]))
     parts.caption(fig, caption, study, "tokens that the experts take in a training step, padding left out; each arm at "
                   "its best LR, mean over seeds, bands: lowest to highest seed")  # fmt: skip
     return fig

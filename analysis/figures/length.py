@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -17,7 +16,6 @@ from analysis.judges.common import TooLittle, arms_of
 from analysis.judges.rates import ratio_by_length
 from analysis.results import StudyRuns
 
-Looks = dict[str, dict[str, Any]]
 _PAPER_STYLES = {"short": "--", "long": "-."}
 
 
@@ -28,10 +26,9 @@ def figure(study: StudyRuns, caption: str) -> Figure:
     """
     arms = parts.expected_arms(study)
     looks = parts.arm_looks(arms)
-    fig = Figure(figsize=(style.WIDTH_IN, 3.7), layout="constrained")
-    left, right = fig.subplots(1, 2)
-    unknown = parts.attempt(left, lambda: draw_ratios(study, left, looks))
-    parts.attempt(right, lambda: draw_optima(study, right, looks))
+    fig, [[left, right]] = style.panels(1, 2, 3.7)
+    unknown = parts.attempt(draw_ratios, study, left)
+    parts.attempt(draw_optima, study, right)
     names = style.arm_labels(arms)
     handles = [Line2D([], [], label=names[arm], **looks[arm]) for arm in arms]
     handles += [
@@ -40,15 +37,16 @@ def figure(study: StudyRuns, caption: str) -> Figure:
         for run, line in _PAPER_STYLES.items() if run in study.settings["ratio_paper"]
     ]  # fmt: skip
     handles.append(Line2D([], [], color="black", marker="x", linestyle="none", markersize=4, label="undecided"))
-    fig.legend(handles=handles, loc="outside lower center", ncols=3, handlelength=2.6)
+    style.legend(fig, handles, 3, handlelength=2.6)
     parts.caption(fig, caption, study, "lengths read off the same runs (constant LR)",
                   "whiskers: 95 % interval (bootstrap over seeds, at least half a grid step to each side)",
                   unknown)  # fmt: skip
     return fig
 
 
-def draw_ratios(study: StudyRuns, axes: Axes, looks: Looks) -> str:
-    """LR*(LoRA) / LR*(full) by length, log-log. Returns the reasons for undecided lengths."""
+def draw_ratios(study: StudyRuns, axes: Axes) -> Axes:
+    """LR*(LoRA) / LR*(full) by length, log-log. Notes the reasons for undecided lengths."""
+    looks = parts.study_looks(study)
     lengths = [float(n) for n in study.settings["lengths"]]
     parts.value_ticks(axes, lengths)
     axes.set_xlabel("run length (steps)")
@@ -69,11 +67,12 @@ def draw_ratios(study: StudyRuns, axes: Axes, looks: Looks) -> str:
     reasons = dict.fromkeys(
         f"{steps} steps: {why}" for steps, why in zip(unknown["steps"], unknown["why"], strict=True)
     )
-    return f"undecided at {'; '.join(reasons)}" if reasons else ""
+    return parts.note(axes, f"undecided at {'; '.join(reasons)}" if reasons else "")
 
 
-def draw_optima(study: StudyRuns, axes: Axes, looks: Looks) -> None:
+def draw_optima(study: StudyRuns, axes: Axes) -> Axes:
     """LR* of every arm by length, log-log."""
+    looks = parts.study_looks(study)
     lengths = [int(n) for n in study.settings["lengths"]]
     parts.value_ticks(axes, lengths)
     axes.set_xlabel("run length (steps)")
@@ -89,6 +88,7 @@ def draw_optima(study: StudyRuns, axes: Axes, looks: Looks) -> None:
         rows = rows.assign(steps=rows["steps"] * 1.06 ** (k - 0.5))
         parts.whiskers(axes, rows[rows["lr_star"].notna()], "steps", "lr_star", looks[arm])
         parts.undecided(axes, rows.loc[rows["lr_star"].isna(), "steps"], looks[arm], row=k)
+    return axes
 
 
 def optima_by_length(study: StudyRuns, lengths: list[int]) -> pd.DataFrame:

@@ -15,12 +15,12 @@ from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from analysis import style
 from analysis.arms import FULL, Arm
+from analysis.figures import parts
 
 NEAR = math.log(4.0)
 """A bowl is shown up to a factor of four to each side of its best LR; steeper walls are clipped."""
 
 
-_PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
 COARSE = "coarse"
 """The stage of a search whose LRs were fixed before any run."""
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -59,23 +59,24 @@ def figure(
         runs = runs.assign(phase=runs["run_id"].map(phases))
     panels = list(dict.fromkeys(arm.panel for arm in arms))
     looks = style.arm_looks([arm.name for arm in arms], reference)
-    fig = Figure(figsize=(style.WIDTH_IN, 0.9 + 2.9 * len(panels)), layout="constrained")
-    grid = fig.subplots(len(panels), 2, squeeze=False, width_ratios=(2.0, 1))
+    inside = {panel: [arm for arm in arms if arm.panel == panel] for panel in panels}
+    heights = [inches for panel in panels for inches in (1.8, ratios_height(inside[panel]))]
+    fig, grid = style.panels(len(panels), 2, 0.9 + 2.9 * len(panels), width_ratios=(2.0, 1), paper_heights=heights)
     for panel, (left, right) in zip(panels, grid, strict=True):
-        inside = [arm for arm in arms if arm.panel == panel]
-        draw_bowls(runs[runs["panel"] == panel], inside, left, looks)
-        draw_ratios(inside, right, looks, paper_ratio, reference)
+        draw_bowls(runs[runs["panel"] == panel], inside[panel], left, looks)
+        draw_ratios(inside[panel], right, looks, paper_ratio, reference)
         left.set_ylabel(value_label)
         left.set_title(panel, loc="left")
     labels = style.arm_labels([*looks], reference)
     handles = [Line2D([], [], label=labels[name], **look) for name, look in looks.items()
                if any(arm.name == name for arm in arms)]  # fmt: skip
     ncols = style.legend_columns([*labels.values()])
-    fig.legend(handles=handles, loc="outside lower center", ncols=ncols, handlelength=2.2)
+    style.legend(fig, handles, ncols, handlelength=2.2)
     how = "points: mean over seeds, whiskers: lowest and highest seed; at the top: ▲ mean above the frame, "
     how += f"{TIMES} a run diverged there; at the bottom: LR* with its 95 % interval (bootstrap over seeds, at least"
     how += " half a grid step to each side)"
-    style.caption(fig, caption, f"{_searched_text(runs) if phases else seed_text(arms)}; {how}")
+    counted = _searched_text(runs) if phases else seed_text(arms)
+    style.caption(fig, caption, f"{counted}; {how}", parts.interval_text(runs))
     return fig
 
 
@@ -167,6 +168,11 @@ def _focus(runs: pd.DataFrame, arms: Sequence[Arm]) -> _Frame:
     return _Frame(low - 0.03 * height, high + 0.05 * height, 0.055 * height)
 
 
+def ratios_height(arms: Sequence[Arm]) -> float:
+    """What the ratios of these arms need in one column, in inches."""
+    return 0.6 + 0.18 * len(arms)
+
+
 def draw_ratios(
     arms: Sequence[Arm], axes: Axes, looks: dict[str, dict], paper_ratio: float | None, reference: str = FULL
 ) -> Axes:
@@ -180,14 +186,14 @@ def draw_ratios(
         look, found = looks[arm.name], arm.ratio
         if found is None or found.value is None or found.interval is None:
             axes.annotate("undecided", (0.5, y), xycoords=("axes fraction", "data"), ha="center", va="center",
-                          fontsize=style.SMALL_PT, bbox=_PAPER)  # fmt: skip
+                          fontsize=style.SMALL_PT, bbox=parts.PAPER)  # fmt: skip
             continue
         axes.plot(found.interval, [y, y], color=look["color"], linewidth=1.4)
         axes.plot([found.value], [y], color=look["color"], marker=look["marker"])
         text = f"{found.value:.1f} [{found.interval[0]:.1f}, {found.interval[1]:.1f}]"
         axes.annotate(text, (0.5, y), xycoords=("axes fraction", "data"), xytext=(0, 5), textcoords="offset points",
                       ha="center", fontsize=style.SMALL_PT,
-                      bbox=_PAPER)  # fmt: skip
+                      bbox=parts.PAPER)  # fmt: skip
     if paper_ratio:
         axes.axvline(paper_ratio, color="#777777", linestyle="--", linewidth=0.9, zorder=1)
         axes.set_title(f"dashed: the post's {paper_ratio:g}{TIMES}", fontsize=style.SMALL_PT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,10 +16,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter
 
 from analysis import style
-from analysis.arms import FULL
-from analysis.judges.common import TooLittle
+from analysis.arms import FULL, REWARD
+from analysis.inference import Estimate
+from analysis.judges.common import TooLittle, at_best_lr
 from analysis.results import StudyRuns
+from analysis.stats import pooled_sd
 
+Looks = dict[str, dict[str, Any]]
+"""Line properties by arm."""
 NLL_LABEL = "held-out NLL (nats per completion token)"
 PAPER: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
 """Behind words that stand on lines."""
@@ -36,13 +41,18 @@ def expected_arms(study: StudyRuns, panel: str | None = None) -> list[str]:
     return [str(arm) for arm in dict.fromkeys(points.sort_values(["rank", "arm"], kind="stable")["arm"])]
 
 
-def arm_looks(arms: Sequence[str]) -> dict[str, dict[str, Any]]:
+def arm_looks(arms: Sequence[str]) -> Looks:
     """``style.arm_looks``, but a single LoRA arm is dark: the palest shade is for the lowest of several ranks."""
     looks = style.arm_looks(arms)
     lora = [arm for arm in looks if arm != FULL]
     if len(lora) == 1:
         looks[lora[0]]["color"] = colormaps["viridis"](0.35)
     return looks
+
+
+def study_looks(study: StudyRuns) -> Looks:
+    """``arm_looks`` of every arm that the study asks for."""
+    return arm_looks(expected_arms(study))
 
 
 def by_panel(study: StudyRuns) -> list[tuple[str, StudyRuns]]:
@@ -94,23 +104,51 @@ def _listed(names: Sequence[str]) -> str:
 
 def blank(study: StudyRuns, text: str) -> Figure:
     """The figure of a study of which not even the configurations are known."""
-    figure = Figure(figsize=(style.WIDTH_IN, 2.0), layout="constrained")
-    say(figure.subplots(), "no run and no configuration of this study is known")
+    figure, [[axes]] = style.panels(height=2.0)
+    say(axes, "no run and no configuration of this study is known")
     caption(figure, text, study)
     return figure
 
 
 def caption(figure: Figure, text: str, study: StudyRuns, *notes: str) -> None:
-    """Where the runs come from; n; what the marks mean; what is missing."""
-    style.caption(figure, text, "; ".join(filter(None, [seeds_text(study.runs), *notes, lacking(study)])))
+    """Where the runs come from; n; what the marks mean; what is missing; in a paper what an interval would be."""
+    note = "; ".join(filter(None, [seeds_text(study.runs), *notes, lacking(study)]))
+    what = "final reward" if study.settings.get("value") == REWARD else "final NLL in nats"
+    style.caption(figure, text, note, interval_text(study.runs, what))
+    if style.current().is_paper:
+        return
     more = figure.get_suptitle().count("\n") + 1 - NUM_LINES
     figure.set_figheight(figure.get_figheight() + max(0, more) * 1.2 * style.SMALL_PT / 72)  # the panels keep theirs
 
 
-def attempt(axes: Axes, draw: Callable[[], str | None]) -> str:
-    """What ``draw`` says for the caption; where the runs do not suffice, the reason stands in the panel instead."""
+def interval_text(runs: pd.DataFrame, what: str = "final NLL in nats") -> str:
+    """How far an arm's mean final value is known: its 95 % interval over seeds, the noise of a run pooled over arms."""
+    values = []
+    for _, inside in runs.groupby(["panel", "arm"], sort=False):
+        try:
+            values.append(at_best_lr(inside, str(inside["arm"].iloc[0])).to_numpy(float))
+        except TooLittle:  # the note names it
+            continue
+    sd, dof = pooled_sd(values)
+    if not dof:
+        return f"No 95 % interval of the {what}: no arm has two seeds at its best LR"
+    counts = sorted({len(inside) for inside in values}, reverse=True)
+    half = [Estimate(0.0, sd / math.sqrt(count), dof).interval()[1] for count in (counts[0], counts[-1])]
+    width = " to ± ".join(dict.fromkeys(f"{size:.2g}" for size in half))
+    noise = f"SD of a run {sd:.2g}, pooled over arms"
+    return f"95 % interval of an arm's mean {what}, at its best LR: ± {width} (Student's t, {noise})"
+
+
+def note(axes: Axes, *texts: str) -> Axes:
+    """The panel, with what the caption says of it as its label (``axes.get_label()``), which is not drawn."""
+    axes.set_label("; ".join(filter(None, texts)))
+    return axes
+
+
+def attempt(draw: Callable[..., Axes], study: StudyRuns, axes: Axes, **options: Any) -> str:
+    """The note of the panel that ``draw`` makes; where the runs do not suffice, the reason stands in it instead."""
     try:
-        return draw() or ""
+        return str(draw(study, axes, **options).get_label())
     except TooLittle as error:
         say(axes, f"not yet: {error}")
         return ""

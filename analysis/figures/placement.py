@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -36,22 +35,22 @@ def figure(study: StudyRuns, caption: str) -> Figure:
     Args: the study ``placement``; where its runs come from: what, model, data, scale.
     """
     models = bases(study)
-    fig = Figure(figsize=(style.WIDTH_IN, 5.9), layout="constrained")
-    grid = fig.subplots(2, max(1, len(models)), squeeze=False, height_ratios=(1.05, 1))
+    fig, grid = style.panels(2, max(1, len(models)), 5.9, by_column=True, height_ratios=(1.05, 1))
     notes = []
     for model, (top, bottom) in zip(models, grid.T, strict=False):
         top.set_title(model, loc="left")
-        notes.append(parts.attempt(top, partial(draw_finals, study, model, top)))
-        notes.append(parts.attempt(bottom, partial(draw_equal, study, model, bottom)))
+        notes.append(parts.attempt(draw_finals, study, top, model=model))
+        notes.append(parts.attempt(draw_equal, study, bottom, model=model))
     handles = [Line2D([], [], label=_WORDS[name], **look) for name, look in LOOKS.items()]
     for filled, words in ((True, "unembedding adapted too"), (False, "without it")):
         fill = "black" if filled else "white"
         handles.append(Line2D([], [], color="black", marker="o", linestyle="none", markerfacecolor=fill, label=words))
-    fig.legend(handles=handles, loc="outside lower center", ncols=5, handlelength=2.2)
-    parts.caption(fig, caption, study, "above: each arm at its best LR, mark: mean, whiskers: lowest and highest seed, "
-                  "in brackets the trained parameters with / without the unembedding",
-                  f"below: at the top ▲ mean above the frame, {TIMES} a run diverged there; at the bottom LR* with its "
-                  "95 % interval", *notes)  # fmt: skip
+    style.legend(fig, handles, 5, handlelength=2.2)
+    above, below = style.place(grid[0], "above"), style.place(grid[1], "below")
+    parts.caption(fig, caption, study, f"{above}: each arm at its best LR, mark: mean, whiskers: lowest and highest "
+                  "seed, in brackets the trained parameters with / without the unembedding",
+                  f"{below}: at the top ▲ mean above the frame, {TIMES} a run diverged there; at the bottom LR* with "
+                  "its 95 % interval", *notes)  # fmt: skip
     return fig
 
 
@@ -65,7 +64,7 @@ def bases(study: StudyRuns) -> list[str]:
     return list(dict.fromkeys([dense, *([moe] if moe else []), *names]))
 
 
-def draw_finals(study: StudyRuns, model: str, axes: Axes) -> None:
+def draw_finals(study: StudyRuns, axes: Axes, model: str) -> Axes:
     """Final NLL of every arm of one base: a row per placement and rank, filled with the unembedding, hollow without."""
     points = study.points[study.points[MODEL] == model]
     runs = study.runs[study.runs[MODEL] == model]
@@ -95,6 +94,7 @@ def draw_finals(study: StudyRuns, model: str, axes: Axes) -> None:
         axes.set_xticks([])
     axes.set_xlabel("final " + parts.NLL_LABEL)
     axes.grid(visible=False, axis="y")
+    return axes
 
 
 def _row_label(runs: pd.DataFrame, placement: str, rank: int) -> str:
@@ -112,8 +112,8 @@ def count_text(count: int) -> str:
     return str(count)
 
 
-def draw_equal(study: StudyRuns, model: str, axes: Axes) -> str:
-    """NLL against LR of the three placements at equal parameters, with the unembedding. Returns what is missing."""
+def draw_equal(study: StudyRuns, axes: Axes, model: str) -> Axes:
+    """NLL against LR of the three placements at equal parameters, with the unembedding. Notes what is missing."""
     runs = study.runs[study.runs[MODEL] == model]
     arms, absent = equal_arms(runs)
     chosen = runs[runs["arm"].isin(arms)]
@@ -123,7 +123,7 @@ def draw_equal(study: StudyRuns, model: str, axes: Axes) -> str:
     ranks = {placement: int(chosen.loc[chosen["arm"] == arm, "rank"].iloc[0]) for arm, placement in arms.items()}
     listed = ", ".join(f"{placement} r{ranks[placement]}" for placement in LOOKS if placement in ranks)
     axes.set_title(f"equal parameters: {listed}", loc="left", fontsize=style.SMALL_PT + 0.5)
-    return f"{model}: no usable run of {', '.join(absent)} at equal parameters" if absent else ""
+    return parts.note(axes, f"{model}: no usable run of {', '.join(absent)} at equal parameters" if absent else "")
 
 
 def equal_arms(runs: pd.DataFrame) -> tuple[dict[str, str], list[str]]:

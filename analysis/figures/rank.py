@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,10 +19,12 @@ from analysis.judges import curves
 from analysis.judges.common import TooLittle, arms_of, gap, lora_arms
 from analysis.results import StudyRuns
 
-Looks = dict[str, dict[str, Any]]
 _LEAVES: dict[str, Any] = {"marker": "o", "markersize": 9, "markerfacecolor": "none", "markeredgecolor": "#c1272d",
            "markeredgewidth": 1.1, "linestyle": "none", "zorder": 5}  # fmt: skip
-_SIZES: Looks = {"small": {"linestyle": ":", "fillstyle": "none"}, "large": {"linestyle": "-", "fillstyle": "full"}}
+_SIZES: parts.Looks = {
+    "small": {"linestyle": ":", "fillstyle": "none"},
+    "large": {"linestyle": "-", "fillstyle": "full"},
+}
 
 
 def figure(study: StudyRuns, caption: str) -> Figure:
@@ -34,27 +35,29 @@ def figure(study: StudyRuns, caption: str) -> Figure:
     panels = parts.by_panel(study)
     arms = parts.expected_arms(study)
     looks = parts.arm_looks(arms)
-    fig = Figure(figsize=(style.WIDTH_IN, 1.1 + 2.7 * max(1, len(panels))), layout="constrained")
-    grid = fig.subplots(max(1, len(panels)), 2, squeeze=False, width_ratios=(1.9, 1))
+    rows = max(1, len(panels))
+    fig, grid = style.panels(rows, 2, 1.1 + 2.7 * rows, width_ratios=(1.9, 1))
     notes = []
     for (panel, inside), (left, right) in zip(panels, grid, strict=False):
-        notes.append(parts.attempt(left, partial(draw_curves, inside, left, looks)))
-        notes.append(parts.attempt(right, partial(draw_gaps, inside, right)))
+        notes.append(parts.attempt(draw_curves, inside, left, looks=looks))
+        notes.append(parts.attempt(draw_gaps, inside, right))
         left.set_title(f"{panel}: pointwise minimum over LRs".removeprefix(": "), loc="left")
     names = style.arm_labels(arms)
     handles = [Line2D([], [], label=names[arm], **looks[arm]) for arm in arms]
     handles.append(Line2D([], [], label="leaves the highest rank's curve", **_LEAVES))
-    fig.legend(handles=handles, loc="outside lower center", ncols=3, handlelength=2.2)
+    style.legend(fig, handles, 3, handlelength=2.2)
     leaves = f"stays above the highest rank by {study.settings['departure']['seed_sd']:g} seed SDs"
     parts.caption(fig, caption, study, "lines: mean over seeds, bands: lowest and highest seed",
                   f"circles: median over seeds of the first step from which a rank {leaves}",
-                  "right: each arm at its best LR, whiskers: 95 % interval of the paired difference",
+                  f"{style.place(grid[:, 1], 'right')}: each arm at its best LR, whiskers: 95 % interval of the paired "
+                  "difference",
                   *notes)  # fmt: skip
     return fig
 
 
-def draw_curves(study: StudyRuns, axes: Axes, looks: Looks) -> str:
-    """Envelopes, departures and the ends of the data sets. Returns which ranks never leave."""
+def draw_curves(study: StudyRuns, axes: Axes, looks: parts.Looks | None = None) -> Axes:
+    """Envelopes, departures and the ends of the data sets. Notes which ranks never leave."""
+    looks = looks or parts.study_looks(study)
     if study.runs.empty:
         raise TooLittle("no finished run")
     shown, ends, left = seeds_with_every_lr(study), curves.sizes(study), departure_steps(study)
@@ -75,8 +78,9 @@ def draw_curves(study: StudyRuns, axes: Axes, looks: Looks) -> str:
     axes.set_ylabel(parts.NLL_LABEL.replace(" (", "\n("))
     names = style.arm_labels([*looks])
     never = ", ".join(names[arm] for arm, step in left.items() if math.isinf(step))
-    notes = ["left: the seeds that ran every LR of an arm"] if len(shown.runs) < len(study.runs) else []
-    return "; ".join(notes + ([f"{never} did not leave in at least half of the seeds"] if never else []))
+    fewer = f"{style.place(axes, 'left')}: the seeds that ran every LR of an arm"
+    return parts.note(axes, fewer if len(shown.runs) < len(study.runs) else "",
+                      f"{never} did not leave in at least half of the seeds" if never else "")  # fmt: skip
 
 
 def seeds_with_every_lr(study: StudyRuns) -> StudyRuns:
@@ -106,8 +110,8 @@ def _focus(axes: Axes, shown: pd.DataFrame, ends: dict[str, int]) -> None:
         parts.say_left_of(axes, step, f"{size} data set\nends ({step})")
 
 
-def draw_gaps(study: StudyRuns, axes: Axes) -> str:
-    """LoRA - full by rank at the ends of both data sets. Returns what could not be compared."""
+def draw_gaps(study: StudyRuns, axes: Axes) -> Axes:
+    """LoRA - full by rank at the ends of both data sets. Notes what could not be compared."""
     if study.runs.empty:
         raise TooLittle("no finished run")
     ranks, failed = [], []
@@ -129,7 +133,7 @@ def draw_gaps(study: StudyRuns, axes: Axes) -> str:
     low, high = axes.get_ylim()
     axes.set_ylim(low, high + 0.25 * (high - low))  # room for the legend
     axes.legend(loc="upper right")
-    return "; ".join(failed)
+    return parts.note(axes, *failed)
 
 
 def gaps(study: StudyRuns, step: int) -> tuple[pd.DataFrame, list[str]]:

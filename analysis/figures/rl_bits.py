@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -14,8 +12,6 @@ from analysis.figures import parts
 from analysis.judges.rl import fewest_parameters, gains
 from analysis.results import StudyRuns
 
-Looks = dict[str, dict[str, Any]]
-
 
 def figure(study: StudyRuns, caption: str) -> Figure:
     """One mark per arm and seed at the arm's best LR.
@@ -24,9 +20,8 @@ def figure(study: StudyRuns, caption: str) -> Figure:
     """
     arms = parts.expected_arms(study)
     looks = parts.arm_looks(arms)
-    fig = Figure(figsize=(style.WIDTH_IN, 3.9), layout="constrained")
-    axes = fig.subplots()
-    note = parts.attempt(axes, lambda: draw(study, axes, looks))
+    fig, [[axes]] = style.panels(height=3.9, paper_heights=(2.4,))
+    note = parts.attempt(draw, study, axes)
     names = style.arm_labels(arms)
     handles = [Line2D([], [], label=names[arm], **{**looks[arm], "linestyle": "none"}) for arm in arms]
     share, per = study.settings["gain_share"], study.settings["bits_per_parameter_paper"]
@@ -35,14 +30,14 @@ def figure(study: StudyRuns, caption: str) -> Figure:
         ":": f"room for the rewards' bits at {per:g} per parameter",
     }
     handles += [Line2D([], [], color=parts.PAPER_COLOR, linestyle=line, label=text) for line, text in words.items()]
-    fig.legend(handles=handles, loc="outside lower center", ncols=3, handlelength=2.2)
+    style.legend(fig, handles, 3, handlelength=2.2)
     parts.caption(fig, caption, study, "one mark per seed at the arm's best LR", note)
     return fig
 
 
-def draw(study: StudyRuns, axes: Axes, looks: Looks) -> str:
-    """Marks, the share that counts as enough, and where the bits of all rewards would fit. Returns a note on them."""
-    table = gains(study)
+def draw(study: StudyRuns, axes: Axes) -> Axes:
+    """Marks, the share that counts as enough, and where the bits of all rewards would fit. Notes how many."""
+    table, looks = gains(study), parts.study_looks(study)
     for arm, rows in table.groupby("arm", sort=False):
         axes.plot(rows["num_trainable"], rows["gain"], **{**looks[str(arm)], "linestyle": "none", "alpha": 0.85})
     full = table[table["arm"] == FULL]
@@ -57,4 +52,5 @@ def draw(study: StudyRuns, axes: Axes, looks: Looks) -> str:
     axes.set_ylabel("gain in held-out reward over the base")
     enough = fewest_parameters(table, share)
     found = f"{style.arm_label(enough[0])} suffices" if enough else "no adapter suffices"
-    return f"{bits:,.0f} bits of reward in {full['episodes'].mean():,.0f} episodes of full fine-tuning; {found}"
+    carried = f"{bits:,.0f} bits of reward in {full['episodes'].mean():,.0f} episodes of full fine-tuning"
+    return parts.note(axes, carried, found)

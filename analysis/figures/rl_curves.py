@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -44,17 +42,16 @@ def figure(study: StudyRuns, caption: str) -> Figure:
     """
     arms = parts.expected_arms(study)
     looks = parts.arm_looks(arms)
-    fig = Figure(figsize=(style.WIDTH_IN, 5.0), layout="constrained")
-    grid = fig.subplots(2, 4)
+    fig, grid = style.panels(2, 4, 5.0, paper_heights=(1.6,), paper_columns=2)
     chosen = best_runs(study, arms)
     for axes, (metrics, label, log) in zip(grid.flat, (*POLICY, *HEALTH), strict=True):
-        parts.attempt(axes, partial(draw, study, chosen, metrics, axes, looks, log=log))
+        parts.attempt(draw, study, axes, metrics=metrics, chosen=chosen, log=log)
         axes.set_title(label, loc="left", fontsize=style.SMALL_PT)
     names = style.arm_labels(arms)
     lrs = {arm: f"{names[arm]}, LR {style.number_text(float(chosen[arm]['lr'].iloc[0]))}" for arm in chosen}
     handles = [Line2D([], [], label=lrs[arm], **looks[arm]) for arm in chosen]
     if handles:
-        fig.legend(handles=handles, loc="outside lower center", ncols=style.legend_columns([*lrs.values()]))
+        style.legend(fig, handles, style.legend_columns([*lrs.values()]))
     failed = _count(study, "grader/failed")
     none = _count(study, "grader/no_answer")
     parts.caption(fig, caption, study, "each arm at its best LR, mean over seeds, bands: lowest to highest seed",
@@ -76,14 +73,16 @@ def best_runs(study: StudyRuns, arms: Sequence[str]) -> dict[str, pd.DataFrame]:
 
 def draw(
     study: StudyRuns,
-    chosen: dict[str, pd.DataFrame],
-    metrics: Sequence[str],
     axes: Axes,
-    looks: dict[str, dict[str, Any]],
+    metrics: Sequence[str],
     *,
-    log: bool,
-) -> None:
-    """Metrics against step, one line per arm and metric."""
+    chosen: dict[str, pd.DataFrame] | None = None,
+    looks: parts.Looks | None = None,
+    log: bool = False,
+) -> Axes:
+    """Metrics against step, one line per arm and metric. ``chosen``: the runs of each arm, by ``best_runs`` if None."""
+    looks = looks or parts.study_looks(study)
+    chosen = best_runs(study, [*looks]) if chosen is None else chosen
     curves = with_failed(study.curves)
     columns = [f"metric.{metric}" for metric in metrics]
     if not chosen or not set(columns) <= set(curves):
@@ -97,7 +96,10 @@ def draw(
             axes.fill_between(table.index, table["min"], table["max"], color=look["color"], alpha=0.15, linewidth=0)
     if log and (curves[columns] > 0).any(axis=None):
         axes.set_yscale("log")
+        if style.current().is_paper:  # powers of ten have small exponents
+            style.log_axis(axes, "y", most=3)
     axes.set_xlabel("step")
+    return axes
 
 
 def with_failed(curves: pd.DataFrame) -> pd.DataFrame:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -16,7 +14,6 @@ from analysis.judges.common import TooLittle
 from analysis.judges.rl import good_window
 from analysis.results import StudyRuns
 
-Looks = dict[str, dict[str, Any]]
 REWARD_LABEL = "held-out reward (share of samples that are right)"
 
 
@@ -27,28 +24,27 @@ def figure(study: StudyRuns, caption: str) -> Figure:
     """
     arms = parts.expected_arms(study)
     looks = parts.arm_looks(arms)
-    fig = Figure(figsize=(style.WIDTH_IN, 3.9), layout="constrained")
-    left, right = fig.subplots(1, 2, width_ratios=(2.0, 1))
-    note = parts.attempt(left, lambda: draw(study, left, looks))
     found = find_arms(study.runs) if len(study.runs) else []
+    fig, [[left, right]] = style.panels(1, 2, 3.9, width_ratios=(2.0, 1), paper_heights=(1.9, lr.ratios_height(found)))
+    note = parts.attempt(draw, study, left)
     ten = study.settings.get("ratio_paper")
     if found:
         lr.draw_ratios(found, right, looks, float(ten) if ten else None)
     names = style.arm_labels(arms)
     handles = [Line2D([], [], label=names[arm], **looks[arm]) for arm in arms]
     handles.append(Line2D([], [], color=parts.PAPER_COLOR, linestyle=":", label="base model"))
-    fig.legend(handles=handles, loc="outside lower center", ncols=style.legend_columns([*names.values()]))
+    style.legend(fig, handles, style.legend_columns([*names.values()]))
     parts.caption(fig, caption, study, "points: mean over seeds, whiskers: lowest and highest seed",
                   f"{lr.TIMES}: a run collapsed there", note)  # fmt: skip
     return fig
 
 
-def draw(study: StudyRuns, axes: Axes, looks: Looks, most: int = 9) -> str:
-    """Reward per LR, and below it each arm's range of good LRs as a bar. Returns what the bars mean.
+def draw(study: StudyRuns, axes: Axes, most: int = 9) -> Axes:
+    """Reward per LR, and below it each arm's range of good LRs as a bar. Notes what the bars mean.
 
     ``most``: labels on the axis of LRs, by the width of the panel.
     """
-    runs, share = study.runs, float(study.settings["window_share"])
+    runs, looks, share = study.runs, parts.study_looks(study), float(study.settings["window_share"])
     if runs["value"].notna().sum() == 0:
         raise TooLittle("no usable run")
     axes.axhline(1 - float(runs["base"].mean()), color=parts.PAPER_COLOR, linestyle=":", linewidth=1.0)
@@ -75,4 +71,4 @@ def draw(study: StudyRuns, axes: Axes, looks: Looks, most: int = 9) -> str:
     style.log_axis(axes, most=most)
     axes.set_xlabel("learning rate (constant)")
     axes.set_ylabel(REWARD_LABEL)
-    return f"bars: LRs that reach {100 * share:g} % of the arm's best gain over the base"
+    return parts.note(axes, f"bars: LRs that reach {100 * share:g} % of the arm's best gain over the base")

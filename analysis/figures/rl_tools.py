@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
@@ -21,18 +20,19 @@ def figure(study: StudyRuns, caption: str) -> Figure:
     """
     arms = parts.expected_arms(study)
     looks = parts.arm_looks(arms)
-    fig = Figure(figsize=(style.WIDTH_IN, 4.4), layout="constrained")
-    left, *others = fig.subplots(1, 1 + len(CURVES), width_ratios=(1.5, 1, 1))
-    note = parts.attempt(left, lambda: rl_lr.draw(study, left, looks, most=5))
+    fig, [[left, *others]] = style.panels(1, 1 + len(CURVES), 4.4, width_ratios=(1.5, 1, 1))
+    note = parts.attempt(rl_lr.draw, study, left, most=5)
     chosen = rl_curves.best_runs(study, arms)
     for axes, (metric, label) in zip(others, CURVES, strict=True):
-        parts.attempt(axes, partial(rl_curves.draw, study, chosen, (metric,), axes, looks, log=False))
+        parts.attempt(rl_curves.draw, study, axes, metrics=(metric,), chosen=chosen)
         axes.set_title(label, loc="left", fontsize=style.SMALL_PT)
     names = style.arm_labels(arms)
     lrs = {arm: f"{names[arm]}, LR {style.number_text(float(chosen[arm]['lr'].iloc[0]))}" for arm in chosen}
     handles = [Line2D([], [], label=lrs[arm], **looks[arm]) for arm in chosen]
     handles.append(Line2D([], [], color=parts.PAPER_COLOR, linestyle=":", label="base model"))
-    fig.legend(handles=handles, loc="outside lower center", ncols=style.legend_columns([*lrs.values()]))
-    parts.caption(fig, caption, study, "left: mean over seeds, whiskers: lowest and highest seed; right: each arm at "
-                  "its best LR, bands: lowest to highest seed", f"{lr.TIMES}: a run collapsed there", note)  # fmt: skip
+    style.legend(fig, handles, style.legend_columns([*lrs.values()]))
+    where = style.place(left, "left"), style.place(np.array(others), "right")
+    parts.caption(fig, caption, study, f"{where[0]}: mean over seeds, whiskers: lowest and highest seed; {where[1]}: "
+                  "each arm at its best LR, bands: lowest to highest seed", f"{lr.TIMES}: a run collapsed there",
+                  note)  # fmt: skip
     return fig

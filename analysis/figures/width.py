@@ -27,16 +27,16 @@ def figure(study: StudyRuns, caption: str) -> Figure:
 
     Args: the study ``width``; where its runs come from: what, model, data, scale.
     """
-    fig = Figure(figsize=(style.WIDTH_IN, 3.9), layout="constrained")
-    left, right = fig.subplots(1, 2, sharey=True, width_ratios=(1.35, 1))
-    table = rates.ratio_by_width(study) if len(study.runs) else pd.DataFrame()
-    notes = [parts.attempt(left, lambda: draw_widths(study, table, left)),
-             parts.attempt(right, lambda: draw_alphas(study, table, right))]  # fmt: skip
+    fig, [[left, right]] = style.panels(1, 2, 3.9, sharey=True, width_ratios=(1.35, 1))
+    table = ratios(study)
+    notes = [
+        parts.attempt(draw, study, axes, table=table) for draw, axes in ((draw_widths, left), (draw_alphas, right))
+    ]
     _limits(left, right, table)
     left.set_ylabel("LR* ratio of LoRA to full fine-tuning")
-    handles, words = left.get_legend_handles_labels()
+    handles, _ = left.get_legend_handles_labels()
     if handles:
-        fig.legend(handles, words, loc="outside lower center", ncols=1, handlelength=2.8)
+        style.legend(fig, handles, 1, handlelength=2.8)
     read_at = f"read off at {study.settings['read_at']} steps"
     crosses = "; crosses: undecided" if len(table) and table["ratio"].isna().any() else ""
     parts.caption(fig, caption, study, read_at, "whiskers: 95 % interval (bootstrap over seeds, at least half a "
@@ -45,8 +45,17 @@ def figure(study: StudyRuns, caption: str) -> Figure:
     return fig
 
 
-def draw_widths(study: StudyRuns, table: pd.DataFrame, axes: Axes) -> str:
-    """Measured ratios at the protocol's alpha and the hypotheses as lines. Returns slope and undecided widths."""
+def ratios(study: StudyRuns) -> pd.DataFrame:
+    """``rates.ratio_by_width``; empty without a run."""
+    return rates.ratio_by_width(study) if len(study.runs) else pd.DataFrame()
+
+
+def draw_widths(study: StudyRuns, axes: Axes, table: pd.DataFrame | None = None) -> Axes:
+    """Measured ratios at the protocol's alpha and the hypotheses as lines. Notes slope and undecided widths.
+
+    ``table``: that of ``ratios``, if it is there already.
+    """
+    table = ratios(study) if table is None else table
     asked = sorted({rates.width_of(str(name)) for name in study.points["config.model.name"]})
     parts.value_ticks(axes, asked)
     axes.set_xlabel("model width")
@@ -62,7 +71,7 @@ def draw_widths(study: StudyRuns, table: pd.DataFrame, axes: Axes) -> str:
     parts.whiskers(axes, known, "width", "ratio", _POINTS, label="measured")
     unknown = table[(table["alpha"] == ALPHA) & table["ratio"].isna()]
     parts.undecided(axes, unknown["width"], _POINTS)
-    return "; ".join([slope_text, *(f"width {row.width} is undecided: {row.why}" for row in unknown.itertuples())])
+    return parts.note(axes, slope_text, *(f"width {row.width} is undecided: {row.why}" for row in unknown.itertuples()))
 
 
 def judge_accounts(table: pd.DataFrame, ratio_paper: float) -> tuple[dict[str, str], str]:
@@ -98,8 +107,9 @@ def _accounts(study: StudyRuns, known: pd.DataFrame) -> dict[str, tuple[Callable
     return accounts
 
 
-def draw_alphas(study: StudyRuns, table: pd.DataFrame, axes: Axes) -> str:
-    """Ratios of the smallest width's arms by alpha, and the prediction width / (2 alpha). Returns what is undecided."""
+def draw_alphas(study: StudyRuns, axes: Axes, table: pd.DataFrame | None = None) -> Axes:
+    """Ratios of the smallest width's arms by alpha, and the prediction width / (2 alpha). Notes what is undecided."""
+    table = ratios(study) if table is None else table
     lora = study.points[study.points["rank"] > 0]
     width = min(rates.width_of(str(name)) for name in lora["config.model.name"])
     small = lora[[rates.width_of(str(name)) == width for name in lora["config.model.name"]]]
@@ -115,7 +125,7 @@ def draw_alphas(study: StudyRuns, table: pd.DataFrame, axes: Axes) -> str:
     parts.whiskers(axes, rows[rows["ratio"].notna()], "alpha", "ratio", _POINTS)
     unknown = rows[rows["ratio"].isna()]
     parts.undecided(axes, unknown["alpha"], _POINTS)
-    return "; ".join(f"alpha {row.alpha:g} is undecided: {row.why}" for row in unknown.itertuples())
+    return parts.note(axes, *(f"alpha {row.alpha:g} is undecided: {row.why}" for row in unknown.itertuples()))
 
 
 def _limits(left: Axes, right: Axes, table: pd.DataFrame) -> None:
