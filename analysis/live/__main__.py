@@ -33,8 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         why = "is taken; choose another: make serve PORT=8001" if taken else f"cannot be had: {error.strerror}"
         print(f"error: port: {options.port} {why}", file=sys.stderr)
         return 2
-    print(f"{options.root} is shown at http://{HOST}:{server.server_port}/ (Ctrl-C ends it)", flush=True)
     try:
+        print(f"{options.root} is shown at http://{HOST}:{server.server_port}/ (Ctrl-C ends it)", flush=True)
         server.serve_forever(poll_interval=0.2)
     except KeyboardInterrupt:
         print("ended")

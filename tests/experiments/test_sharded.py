@@ -69,7 +69,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run, st
                 patch.setenv("WANDB_MODE", "offline")
                 execute(*parse([*words, "launch.gradient_checkpointing=always", "launch.wandb=true"]))
             assert len(list(directory.parent.glob("wandb/*-run-*"))) == 1
-            assert store.read_json(directory / "wandb.json") == {"step": 14}
+            assert store.read_json(directory / "wandb.json") == {"step": 8}
             engine = store.read_json(directory / "provenance.json")["engine"]
             assert engine == {
                 "name": "trl", "processes": 2, "attention": "sdpa", "gradient_checkpointing": "always", "liger": False,
