@@ -52,7 +52,7 @@ class Live:
 def blocks(view: View) -> list[tuple[str, str]]:
     """The parts of a view. A part is replaced on the page only when its HTML changes."""
     parts = [("progress", render("live_progress.html", view=view))]
-    parts += [(f"curves-{c.name}", render("live_curves.html", curves=c)) for c in view.curves]
+    parts += [(c.key, render("live_curves.html", curves=c)) for c in view.curves]
     parts.append(("failures", render("live_failures.html", view=view)))
     parts += [(f"failure-{f.run_id}", render("live_failure.html", failure=f)) for f in view.failures]
     return [*parts, ("notes", render("live_notes.html", view=view))]

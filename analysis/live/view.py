@@ -59,12 +59,17 @@ class Panel:
 
 @dataclass(frozen=True)
 class Curves:
-    """A study's curves so far."""
+    """A study's curves so far. One of two scales is another study: ``key`` tells them apart."""
 
     name: str
+    scale: str
     panels: tuple[Panel, ...]
     legend: tuple[tuple[str, str], ...]
     going_on: bool
+
+    @property
+    def key(self) -> str:
+        return f"curves-{self.name}-{self.scale}"
 
 
 @dataclass(frozen=True)
@@ -140,7 +145,9 @@ def curves(study: Study, runs: Sequence[Run]) -> Curves:
     panels = (panel(title, [run for run in begun if run.panel == title], colours) for title in titles)
     legend = tuple((arm_label(arm), colours[arm]) for arm in arms)
     ended = sum(run.state in ("done", "diverged") for run in runs)
-    return Curves(study.name, tuple(found for found in panels if found), legend, ended < len(study.run_ids))
+    return Curves(
+        study.name, study.scale, tuple(found for found in panels if found), legend, ended < len(study.run_ids)
+    )
 
 
 def _by_rank(arm: str) -> tuple[int, str]:

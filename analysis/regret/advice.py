@@ -4,7 +4,10 @@ Rules, fixed before any run was read:
 
 Learned     an arm that ends below the base's loss by more than a floor (``floor``), with its seeds significantly so.
             Where a control ran (the same completions on shuffled prompts), its loss must be beaten by more than two
-            SDs of the difference: else only the form of the completions was learned.
+            SDs of the difference: else only the form of the completions was learned. What training added is the
+            excess, the gain over the base beyond the control's own: a base may know before training which
+            completion belongs to which prompt. Where the excess does not show more than two SDs, the advice stands
+            and says so: a control that unlearns what the base knew gains by that too, so a small excess is no proof.
 Regret      the loss of an arm minus that of full fine-tuning, each at its best LR, paired by seed (``judges.common``).
 Suffices    the regret is shown to be below the margin (one-sided, 95 %): the larger of two seed SDs and 2 % of what is
             gained over the control (in reinforcement learning: over the base), the share that a usable LR may lose
@@ -24,7 +27,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.arms import FULL, find_arms
-from analysis.inference import Decision, Estimate, equivalent, greater, paired, seeds_for_equivalence, seeds_needed
+from analysis.inference import Decision, Estimate, equivalent, greater, paired, seeds_needed
 from analysis.judges.common import Gap, TooLittle, at_best_lr, gap, grid_of, seed_sd
 from analysis.optimum import Optimum
 
@@ -85,8 +88,21 @@ class ArmResult:
 
 
 @dataclass(frozen=True)
+class Control:
+    """Losses on shuffled prompts minus those on the real ones, paired by seed: at the end (``over``), at the end less
+    the same of the base (``excess``), and of the base itself (``base``, mean)."""
+
+    over: Estimate
+    excess: Estimate
+    base: float
+
+
+@dataclass(frozen=True)
 class Advice:
-    """``learned``: yes, nothing, or form (nothing that depends on the prompts). ``choice`` is the recommended arm."""
+    """``learned``: yes, nothing, or form (nothing that depends on the prompts). ``choice`` is the recommended arm.
+
+    ``added`` says whether the excess over the control shows that training added to what depends on the prompts.
+    """
 
     setting: Setting
     learned: str
@@ -98,8 +114,11 @@ class Advice:
     arms: tuple[ArmResult, ...]
     reference: str
     choice: ArmResult | None
-    control: Estimate | None = None
-    control_margin: float = math.nan
+    control: Control | None = None
+
+    @property
+    def added(self) -> bool:
+        return self.control is not None and shows(self.control.excess)
 
     @property
     def undecided_below(self) -> list[ArmResult]:
@@ -115,6 +134,8 @@ def advise(runs: pd.DataFrame, control: pd.DataFrame, setting: Setting) -> Advic
     """
     if runs.empty:
         raise TooLittle("no run is finished")
+    if "base" not in runs or runs["base"].isna().all():
+        raise TooLittle("no run tells the held-out value of the base, which a gain is measured against")
     base = float(runs["base"].mean())
     results = [_result(runs, arm.name, arm.optimum) for arm in find_arms(runs)]
     usable = [arm for arm in results if not arm.failed]
@@ -123,18 +144,19 @@ def advise(runs: pd.DataFrame, control: pd.DataFrame, setting: Setting) -> Advic
     if not learning:
         gain = base - min((arm.value for arm in usable), default=base)
         return Advice(setting, "nothing", base, least, gain, math.nan, math.nan, tuple(results), "", None)
-    best = min(usable, key=lambda arm: arm.value)
+    best = min(learning, key=lambda arm: arm.value)
     reference = next((arm for arm in usable if arm.name == FULL), best)
-    gain = base - reference.value
-    noise = seed_sd(runs, list(dict.fromkeys([reference.name, best.name, usable[-1].name])))
-    found, control_margin = beyond_control(runs, control, base)
-    depends = gain if setting.is_rl else found.value if found else 0.0
+    gain = base - best.value
+    noise = seed_sd(runs, list(dict.fromkeys([reference.name, best.name, learning[-1].name])))
+    found = beyond_control(runs, control)
+    form = found is not None and not shows(found.over)
+    depends = gain if setting.is_rl else found.excess.value if found else 0.0
     margin = max(SEED_SDS * noise if math.isfinite(noise) else 0.0, GAIN_FRAC * max(depends, 0.0))
-    judged = tuple(_judged(runs, arm, reference, margin) for arm in results)
-    form = found is not None and not (greater(found) == "yes" and found.value > control_margin)
-    choice = None if form else choose(judged, reference.name)
+    names = {arm.name for arm in learning}
+    judged = tuple(_judged(runs, arm, reference, margin, arm.name in names) for arm in results)
+    choice = None if form else choose([arm for arm in judged if arm.name in names], reference.name)
     return Advice(setting, "form" if form else "yes", base, least, gain, margin, noise, judged, reference.name, choice,
-                  found, control_margin)  # fmt: skip
+                  found)  # fmt: skip
 
 
 def floor(runs: pd.DataFrame, base: float, setting: Setting) -> float:
@@ -146,32 +168,39 @@ def floor(runs: pd.DataFrame, base: float, setting: Setting) -> float:
 
 
 def choose(arms: Sequence[ArmResult], reference: str) -> ArmResult:
-    """The smallest rank that suffices, else the best rank that may, else the reference."""
+    """Of the arms that learned: the smallest rank that suffices, else the best that may, else the reference or best."""
     enough = [arm for arm in arms if arm.suffices == "yes"]
     if enough:
         return min(enough, key=lambda arm: arm.rank)
     open_ = [arm for arm in arms if arm.suffices == "undecided"]
     if open_:
         return min(open_, key=lambda arm: arm.value)
-    return next(arm for arm in arms if arm.name == reference)
+    return min(arms, key=lambda arm: (arm.name != reference, arm.value))
 
 
-def beyond_control(runs: pd.DataFrame, control: pd.DataFrame, base: float) -> tuple[Estimate | None, float]:
-    """(loss on shuffled prompts minus loss on the real ones, paired by seed; what it must exceed to count).
+def beyond_control(runs: pd.DataFrame, control: pd.DataFrame) -> Control | None:
+    """What the control says of its arm; None without one, or with less than two seeds of it.
 
-    A control that diverged, or ended no better than it began, has learned nothing: it counts as the base.
+    A control that diverged, or ended no better than it began, has learned nothing: it counts as its own base.
     """
     if control.empty:
-        return None, math.nan
+        return None
     arm, lr = control["arm"].iloc[0], control["lr"].iloc[0]
-    real = runs[(runs["arm"] == arm) & np.isclose(runs["lr"], lr)].set_index("seed")["value"]
-    shuffled = control.set_index("seed")["value"].fillna(base)
+    real = runs[(runs["arm"] == arm) & np.isclose(runs["lr"], lr)].set_index("seed")
+    shuffled = control.set_index("seed")
     shared = real.index.intersection(shuffled.index)
-    if not len(shared):
-        return None, math.nan
-    found = paired(shuffled[shared].to_numpy(float), real[shared].to_numpy(float))
-    sd = found.se * math.sqrt(len(shared))
-    return found, SEED_SDS * sd if math.isfinite(sd) else 0.0
+    if len(shared) < 2:
+        return None
+    ends = [table.loc[shared, "value"].fillna(table["base"]).to_numpy(float) for table in (shuffled, real)]
+    begins = [table.loc[shared, "base"].to_numpy(float) for table in (shuffled, real)]
+    excess = paired(ends[0] - begins[0], ends[1] - begins[1])
+    return Control(paired(*ends), excess, float((begins[0] - begins[1]).mean()))
+
+
+def shows(difference: Estimate) -> bool:
+    """Whether a mean of paired differences is above nothing: significantly, and by more than two of their SDs."""
+    sd = difference.se * math.sqrt(difference.dof + 1)
+    return greater(difference) == "yes" and difference.value > SEED_SDS * sd
 
 
 def seeds_to_decide(arm: ArmResult, margin: float) -> int | None:
@@ -179,10 +208,9 @@ def seeds_to_decide(arm: ArmResult, margin: float) -> int | None:
     found = arm.regret
     if found is None or not (math.isfinite(found.sd) and margin > 0):
         return None
-    value = found.estimate.value
-    beyond = abs(value) - margin
-    num = seeds_needed(found.sd, beyond) if beyond > 0 else seeds_for_equivalence(value, found.sd, margin)
-    return num if num is not None and num <= MOST_SEEDS else None
+    beyond = abs(found.estimate.value - margin)
+    num = seeds_needed(found.sd, beyond) if beyond > 0 else MOST_SEEDS + 1
+    return num if num <= MOST_SEEDS else None
 
 
 def _result(runs: pd.DataFrame, name: str, optimum: Optimum) -> ArmResult:
@@ -209,8 +237,11 @@ def _learns(runs: pd.DataFrame, arm: str, least: float) -> bool:
     return found.value > least and (len(values) == 1 or greater(found) == "yes")
 
 
-def _judged(runs: pd.DataFrame, arm: ArmResult, reference: ArmResult, margin: float) -> ArmResult:
-    """The arm with its regret and whether it suffices; the reference as it is."""
+def _judged(runs: pd.DataFrame, arm: ArmResult, reference: ArmResult, margin: float, learns: bool) -> ArmResult:
+    """The arm with its regret and whether it suffices; the reference as it is.
+
+    An arm that learned nothing never suffices: a margin as wide as the gain itself shows nothing of it.
+    """
     if arm.name == reference.name:
         return ArmResult(**{**vars(arm), "suffices": "yes" if arm.rank else ""})  # the best rank, without full
     if arm.failed:
@@ -220,6 +251,6 @@ def _judged(runs: pd.DataFrame, arm: ArmResult, reference: ArmResult, margin: fl
     except TooLittle:
         return ArmResult(**{**vars(arm), "suffices": "undecided"})
     worse = greater(found.estimate, margin)
-    suffices = {"yes": "no", "no": "yes"}.get(worse, "undecided")
+    suffices = {"yes": "no", "no": "yes" if learns else "undecided"}.get(worse, "undecided")
     equal = margin > 0 and equivalent(found.estimate, margin) == "yes"
     return ArmResult(**{**vars(arm), "regret": found, "suffices": suffices, "equal": equal})

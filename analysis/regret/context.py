@@ -92,7 +92,10 @@ def capacity_text(advice: Advice, runs: pd.DataFrame, curves: pd.DataFrame, know
     setting = advice.setting
     if setting.is_rl:
         bits = float(setting.steps * setting.episodes_per_step)
-        lines = [f"Rewards can tell at most one bit an episode: {bits:,.0f} bits in this run (an upper bound)."]
+        lines = [
+            f"A reward of two values tells at most one bit an episode: {bits:,.0f} bits in this run, an upper bound. "
+            "Of k values it is log2 k times that."
+        ]
     else:
         trained, share = first_epoch_bits(advice, runs, curves)
         if not math.isfinite(trained):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from analysis.arms import FULL
+from analysis.inference import Estimate
 from analysis.regret.advice import FLOOR_FRAC, GAIN_FRAC, SEED_SDS, Advice, ArmResult, seeds_to_decide
 from analysis.style import arm_labels
 
@@ -32,11 +33,10 @@ def answer(advice: Advice) -> list[str]:
         ]
     if advice.learned == "form":
         assert advice.control is not None
-        low, high = advice.control.interval()
         return [
             "**Nothing was learned that depends on the prompts**, so there is no recommendation: on the same "
-            f"completions with shuffled prompts the loss is {advice.control.value:+.3f} [{low:.3f}, {high:.3f}]{unit} "
-            f"against the real ones, and it would have to be more than {advice.control_margin:.3f} higher.",
+            f"completions with shuffled prompts the loss is {_estimate(advice.control.over)}{unit} against the real "
+            f"ones, which is not significant, or not more than {SEED_SDS:g} SDs of the differences between seeds.",
             f"What the loss lost against the base ({advice.gain:.3f}{unit}) is the form of the completions: their "
             "words, length and layout.",
         ]
@@ -44,6 +44,13 @@ def answer(advice: Advice) -> list[str]:
     assert choice is not None
     lines = [f"**Take {_label(advice, choice)} at a learning rate of {choice.lr:.2g}.**{_lr_interval(choice)}"]
     lines += _reasons(advice, choice)
+    if advice.control is not None and not advice.added:
+        lines.append(
+            "Undecided whether training added anything that depends on the prompts: it gained "
+            f"{_estimate(advice.control.excess)}{unit} more than on shuffled prompts, and the base alone was "
+            f"{advice.control.base:.3f}{unit} better on the real ones. Some or all of the gain of "
+            f"{advice.gain:.3f}{unit} is the form of the completions."
+        )
     return lines
 
 
@@ -56,9 +63,10 @@ def _reasons(advice: Advice, choice: ArmResult) -> list[str]:
             f"Unknown: whether LoRA loses anything against full fine-tuning, which has no result here ({why})."
         ]
     if choice.name == FULL:
-        return [f"Every rank tried is shown to lose more than {advice.margin:.3f}{unit} against full fine-tuning."]
-    assert choice.regret is not None
-    said = f"its regret is {choice.regret.text()}{unit}"
+        if all(arm.suffices == "no" for arm in advice.arms if arm.rank):
+            return [f"Every rank tried is shown to lose more than {advice.margin:.3f}{unit} against full fine-tuning."]
+        return [f"No rank that learned anything may lose less than {advice.margin:.3f}{unit} against full fine-tuning."]
+    said = f"its regret is {choice.regret.text()}{unit}" if choice.regret else "no seed at its best LR can be compared"
     if choice.suffices == "yes":
         equal = ", so the two are equal within it" if choice.equal else ""
         lines = [
@@ -128,16 +136,19 @@ def how(advice: Advice) -> list[str]:
         "losses are a little too good, and differences much less so.",
     ]
     if advice.learned == "yes":
-        over = "base" if setting.is_rl else "control, where there is one"
+        over = "gain over the base" if setting.is_rl else "gain beyond the control's, where there is one"
         lines.append(
             f"Margin: the larger of {SEED_SDS:g} seed SDs (of {advice.noise:.2g} each) and {100 * GAIN_FRAC:g} % of "
-            f"the gain over the {over}. An arm suffices if its regret is shown to be below that (one-sided, 95 %); a "
+            f"the {over}. An arm suffices if its regret is shown to be below that (one-sided, 95 %); a "
             "difference that is not significant shows nothing."
         )
     if advice.control is not None and advice.learned == "yes":
-        low, high = advice.control.interval()
-        lines.append(f"Control: on shuffled prompts the loss is {advice.control.value:+.3f} [{low:.3f}, {high:.3f}] "
-                     "higher, so what was learned depends on the prompts.")  # fmt: skip
+        added = "what training added depends on them" if advice.added else "no proof that training added any of that"
+        lines.append(
+            f"Control: on shuffled prompts the loss is {_estimate(advice.control.over)} higher (of the base alone "
+            f"{advice.control.base:.3f}). The gain on the real prompts exceeds the control's by "
+            f"{_estimate(advice.control.excess)}: {added}."
+        )
     if not setting.is_rl:
         lines.append(f"A gain counts from {100 * FLOOR_FRAC:g} % of the base's loss on.")
     return lines + list(setting.notes)
@@ -207,6 +218,11 @@ def _change(advice: Advice) -> str:
         return "no better than"
     word = "above" if advice.setting.is_rl else "below"
     return f"only {advice.gain:.2g} {word}"
+
+
+def _estimate(found: Estimate) -> str:
+    low, high = found.interval()
+    return f"{found.value:+.3f} [{low:.3f}, {high:.3f}]"
 
 
 def _lr_interval(arm: ArmResult) -> str:

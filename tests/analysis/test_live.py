@@ -143,6 +143,14 @@ def test_damaged_records_are_named_and_the_rest_is_shown(root: Path, forbid: Cal
     assert "permission denied" in Viewer(Watch(root)).look().notes[0]
 
 
+def test_a_study_at_two_scales_has_two_blocks_of_curves(root: Path) -> None:
+    manifests.write_study(root, "lr", "smol", {**manifests.read_study(root, "lr", "mini"), "scale": "smol"})
+    parts = [(key, html) for key, html in server.blocks(Viewer(Watch(root)).look()) if key.startswith("curves")]
+    assert [key for key, _ in parts] == ["curves-lr-mini", "curves-lr-smol"]
+    for key, html in parts:
+        assert f'id="{key}"' in html and ("(smol)" in html) == key.endswith("smol")
+
+
 def test_a_store_that_is_not_there_yet_is_an_empty_page(tmp_path: Path) -> None:
     view = Viewer(Watch(tmp_path / "runs")).look()
     assert view.progress == () and view.notes == ()
@@ -302,12 +310,12 @@ def test_live_page_changes_without_a_reload(browser: Browser, served: server.Ser
     page.clock.install()  # two seconds pass when the test says so
     page.goto(f"http://127.0.0.1:{served.server_port}/")
     page.evaluate("window.same = true")
-    runs = page.locator("#curves-lr summary")
+    runs = page.locator("#curves-lr-mini summary")
     assert runs.inner_text() == "2 runs so far"
 
     failed(root)
     page.clock.run_for(2100)
-    page.locator("#curves-lr summary", has_text="3 runs so far").wait_for()
+    page.locator("#curves-lr-mini summary", has_text="3 runs so far").wait_for()
     log = page.locator("article.failure pre")
     assert not log.is_visible()
     page.locator("article.failure summary").click()

@@ -11,10 +11,10 @@ import pandas as pd
 import pytest
 
 from analysis.arms import label_arms
-from analysis.inference import greater
+from analysis.inference import Estimate, greater, seeds_needed
 from analysis.judges.common import TooLittle, gap
 from analysis.regret import context, page
-from analysis.regret.advice import Advice, Setting, advise, seeds_to_decide
+from analysis.regret.advice import Advice, Setting, advise, seeds_to_decide, shows
 
 BASE, FULL_LOSS = 3.0, 1.0  # a gain of 2 nats, and of 1 over a control of 2: 2 % of it is 0.02
 SETTING = Setting(
@@ -55,11 +55,11 @@ def row(rank: int, lr: float, seed: int, value: float, reward: bool = False, bas
     }  # fmt: skip
 
 
-def control(value: float, arm_rank: int = 0, noise: float = 0.002, seeds: int = 5) -> pd.DataFrame:
+def control(value: float, arm_rank: int = 0, noise: float = 0.002, seeds: int = 5, base: float = BASE) -> pd.DataFrame:
     lr = 1e-3 if arm_rank == 0 else 1e-2
     draw = np.random.default_rng(9)
     return label_arms(pd.DataFrame(
-        [row(arm_rank, lr, seed, value + noise * draw.standard_normal()) for seed in range(seeds)]
+        [row(arm_rank, lr, seed, value + noise * draw.standard_normal(), base=base) for seed in range(seeds)]
     ))  # fmt: skip
 
 
@@ -130,6 +130,16 @@ def test_gap_at_the_margin_is_said_to_be_beyond_more_seeds() -> None:
     assert "more seeds will hardly decide" in told(stuck)
 
 
+def test_seeds_that_decide_are_those_of_the_test_that_is_made() -> None:
+    """One-sided against the margin: a regret far below it is soon decided, however far below."""
+    advice = advise(world({1: 0.05}, noise=0.05, seeds=2, rng=1), control(2.5, seeds=2), SETTING)
+    (r1,) = advice.arms[1:]
+    assert r1.regret is not None
+    for value in (-0.07, 0.0, 0.2):
+        moved = replace(r1, regret=replace(r1.regret, estimate=replace(r1.regret.estimate, value=value)))
+        assert seeds_to_decide(moved, 0.1) == seeds_needed(r1.regret.sd, abs(0.1 - value))
+
+
 def test_smaller_rank_that_may_do_too_is_named() -> None:
     advice = advise(world({1: 0.0, 16: 0.0}), control(2.0), SETTING)
     open_ = replace(advice, choice=advice.arms[2], arms=(advice.arms[0], replace(advice.arms[1], suffices="undecided"),
@@ -166,9 +176,59 @@ def test_what_shuffled_prompts_teach_as_well_is_form(value: float, learned: str)
     """A control that diverged has learned nothing at all."""
     advice = advise(world({1: 0.2}), control(value), SETTING)
     assert advice.control is not None
-    assert advice.control.value == pytest.approx((BASE if math.isinf(value) else value) - FULL_LOSS, abs=0.005)
+    over = advice.control.over.value
+    assert over == pytest.approx((BASE if math.isinf(value) else value) - FULL_LOSS, abs=0.005)
     assert advice.learned == learned and (advice.choice is None) == (learned == "form")
     assert ("Nothing was learned that depends on the prompts" in told(advice)) == (learned == "form")
+
+
+@pytest.mark.parametrize(("before", "added"), [(BASE, True), (BASE + 0.5, True), (BASE + 1.0, False), (9.0, False)])
+def test_what_the_base_knew_of_the_prompts_is_no_gain_of_training(before: float, added: bool) -> None:
+    """The control ends at 2, 1 above the real prompts; it began at ``before``, the base at 3 on the real ones."""
+    advice = advise(world({1: 0.0}), control(2.0, base=before), SETTING)
+    assert advice.control is not None and advice.control.base == pytest.approx(before - BASE)
+    assert advice.control.excess.value == pytest.approx(1.0 - (before - BASE), abs=0.005)
+    assert advice.learned == "yes" and advice.choice is not None and advice.added is added
+    assert ("Undecided whether training added anything that depends on the prompts" in told(advice)) is not added
+    gained = max(0.0, advice.control.excess.value)
+    assert advice.margin == pytest.approx(max(2 * advice.noise, 0.02 * gained))
+
+
+@pytest.mark.parametrize(
+    ("seeds", "sds", "shown"), [(2, 3.0, False), (2, 5.0, True), (10, 1.9, False), (10, 2.1, True)]
+)
+def test_control_must_be_beaten_significantly_and_by_two_sds(seeds: int, sds: float, shown: bool) -> None:
+    assert shows(Estimate(sds, 1 / math.sqrt(seeds), seeds - 1)) is shown
+
+
+def test_control_that_diverged_counts_as_its_own_base() -> None:
+    advice = advise(world({1: 0.0}), control(math.inf, base=3.4), SETTING)
+    assert advice.control is not None and advice.control.over.value == pytest.approx(2.4, abs=0.005)
+    assert advice.control.excess.value == pytest.approx(2.0, abs=0.005)
+
+
+def test_control_of_one_seed_shows_nothing() -> None:
+    advice = advise(world({1: 0.0}), control(1.0, seeds=1), SETTING)
+    assert advice.control is None and advice.learned == "yes"
+
+
+def test_arm_that_learned_nothing_is_never_recommended() -> None:
+    """Noise of seeds as wide as the gain: the gap lies inside the margin, also of a rank that stays at the base."""
+    runs = world({1: 0.0}, full=BASE - 0.2, noise=0.2, seeds=40, rng=1)
+    stuck = (runs["arm"] == "r1") & (runs["lr"] == 1e-2)
+    runs.loc[runs["arm"] == "r1", "value"] = BASE - 0.01
+    runs.loc[stuck, "value"] = BASE - 0.02  # less than 1 % of the base's loss
+    advice = advise(runs, no_control(), SETTING)
+    r1 = advice.arms[1]
+    assert r1.regret is not None and greater(r1.regret.estimate, advice.margin) == "no"
+    assert advice.learned == "yes" and r1.suffices == "undecided"
+    assert advice.choice is not None and advice.choice.name == "full"
+    assert "No rank that learned anything may lose less" in told(advice)
+
+
+def test_runs_that_do_not_tell_the_base_are_too_little() -> None:
+    with pytest.raises(TooLittle, match="held-out value of the base"):
+        advise(world({1: 0.0}).drop(columns="base"), no_control(), SETTING)
 
 
 def test_without_full_fine_tuning_it_says_what_stays_unknown() -> None:

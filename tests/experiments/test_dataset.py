@@ -85,6 +85,15 @@ def test_repeated_rows_are_dropped_and_no_held_out_prompt_is_trained_on(tmp_path
     assert data.num_duplicates == 32 - len({*rows}) + len(held_out) - 3
 
 
+def test_a_line_ends_where_json_lines_end(tmp_path: Path) -> None:
+    """U+2028 and U+0085 end a line for str.splitlines, and stand unescaped in what many tools write."""
+    file = tmp_path / "d.jsonl"
+    rows = [{"prompt": f"p{n}\u2028q\u0085r", "completion": "c"} for n in range(8)]
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\r\n" for row in rows), encoding="utf-8", newline="")
+    train, test = dataset.split(DataConfig("d", DataSource.jsonl, path=str(file), num_train=6, num_test=2))
+    assert {prompt for prompt, _ in (*train, *test)} == {row["prompt"] for row in rows}
+
+
 def test_facts_are_tested_on_what_was_trained_on() -> None:
     config = DataConfig("f", DataSource.facts, num_train=40, num_test=8, bits_per_fact=12)
     data = dataset.load(config, tiny_tokenizer())
