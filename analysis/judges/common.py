@@ -30,6 +30,11 @@ class Finding:
     needs: str = ""
 
 
+def bounds(low: float, high: float, spec: str) -> str:
+    """``[0.100, 0.146]``; where nothing gives an interval (one seed), just that."""
+    return f"[{low:{spec}}, {high:{spec}}]" if math.isfinite(low) or math.isfinite(high) else "[no interval]"
+
+
 @dataclass(frozen=True)
 class Gap:
     """Paired difference of two arms, each at its own best LR: positive if the first loses more."""
@@ -40,8 +45,7 @@ class Gap:
 
     def text(self) -> str:
         """``+0.123 [0.100, 0.146]`` in nats per token."""
-        low, high = self.estimate.interval()
-        return f"{self.estimate.value:+.3f} [{low:.3f}, {high:.3f}]"
+        return f"{self.estimate.value:+.3f} {bounds(*self.estimate.interval(), '.3f')}"
 
     def seeds_to_resolve(self, delta: float) -> str:
         """How many seeds would tell a difference of ``delta`` nats from none, in words."""

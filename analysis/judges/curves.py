@@ -23,6 +23,7 @@ from analysis.judges.common import (
     TooLittle,
     arms_of,
     both,
+    bounds,
     equivalence_needs,
     gap,
     lora_arms,
@@ -183,7 +184,7 @@ def no_floor(study: StudyRuns) -> Finding:
     found = slope(np.log(window["step"].to_numpy(float)), window["nll"].to_numpy(), groups=window["seed"].tolist())
     decision = greater(Estimate(-found.value, found.se, found.dof), level=study.level)
     low, high = found.interval()
-    text = f"{arm} at the end: {found.value:+.3f} [{low:.3f}, {high:.3f}] nats per factor e in steps"
+    text = f"{arm} at the end: {found.value:+.3f} {bounds(low, high, '.3f')} nats per factor e in steps"
     why = f"it left at step {first:g}; slope over steps {start:.0f} to {last}, the second half on a log axis: it still "
     why += "improves at the end of the run; a slow approach to a floor would look the same"
     return Finding(decision, text, why, seeds_text(study.runs), found.value, (low, high),
@@ -226,11 +227,11 @@ def early_curves_coincide(study: StudyRuns) -> Finding:
     low, high = mean.interval()
     first = table[table["step"].between(2, 5)]["difference"].mean()
     a, b = study.settings["ranks"]
-    text = f"r{a} - r{b} over steps 1 to {limit}: {mean.value:+.4f} [{low:.4f}, {high:.4f}] nats "
+    text = f"r{a} - r{b} over steps 1 to {limit}: {mean.value:+.4f} {bounds(low, high, '.4f')} nats "
     text += f"(steps 2 to 5 {first:+.4f})"
     g_low, g_high = growth.interval()
     why = (
-        f"early: {same} at a margin of {margin:.3f} nats; then {growth.value:+.4f} [{g_low:.4f}, {g_high:.4f}] nats "
+        f"early: {same} at a margin of {margin:.3f} nats; then {growth.value:+.4f} {bounds(g_low, g_high, '.4f')} nats "
         f"per factor e in steps, grows: {grows}"
     )
     decision = both(same, grows)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from analysis.inference import Decision, Estimate, equivalent, within
-from analysis.judges.common import Finding, both
+from analysis.judges.common import Finding, both, bounds
 
 Record = Mapping[str, Any]
 
@@ -72,7 +72,7 @@ def flops(record: Record) -> Finding:
             if arm["rank"] == 16:
                 low, high = arm["step_ratio_to_full_95"]
                 timed.append(f"{name} r16 counted {arm['flops_ratio_to_full']:.2f}, step time "
-                             f"{arm['step_ratio_to_full']:.2f} [{low:.2f}, {high:.2f}]")  # fmt: skip
+                             f"{arm['step_ratio_to_full']:.2f} {bounds(low, high, '.2f')}")  # fmt: skip
     here = f"deviation from 2/3 + 2R/N: {worst:.0e} over {len(record['layers'])} (N, R); models: {'; '.join(timed)}"
     why = "counted by torch on forward and backward of one matrix; step times (CPU) are shown and decide nothing"
     return Finding(decision, here, why, f"{len(record['layers'])} matrices", worst)

@@ -15,6 +15,7 @@ from analysis.judges.common import (
     TooLittle,
     at_best_lr,
     both,
+    bounds,
     equivalence_needs,
     gap,
     grid_of,
@@ -79,7 +80,7 @@ def batch_penalty_grows(study: StudyRuns) -> Finding:
         parts.append(_grows(last, margin, study.level))
         low, high = last.interval()
         means = ", ".join(f"{m:+.3f} at {b}" for b, m in inside.groupby("batch")["gap"].mean().items())
-        texts.append(f"{arm}: {last.value:+.4f} [{low:.4f}, {high:.4f}] per factor e ({means})")
+        texts.append(f"{arm}: {last.value:+.4f} {bounds(low, high, '.4f')} per factor e ({means})")
     decision = both(*parts)
     assert last is not None
     why = f"slope of the gap in nats on log batch size, one-sided; below {margin:.4f} is no growth"
@@ -100,7 +101,7 @@ def penalty_is_free_of_rank(study: StudyRuns) -> Finding:
     margin = slope_margin(study)
     decision = equivalent(found, margin, study.level) if margin > 0 else "undecided"
     low, high = found.interval()
-    text = f"{arms[-1]} - {arms[0]}: {found.value:+.4f} [{low:.4f}, {high:.4f}] per factor e in batch size"
+    text = f"{arms[-1]} - {arms[0]}: {found.value:+.4f} {bounds(low, high, '.4f')} per factor e in batch size"
     rule = study.settings["slope_margin"]["seed_sd"]
     why = f"difference of slopes, margin {margin:.4f} ({rule:g} seed SDs per factor 4)"
     return Finding(decision, text, why, seeds_text(study.runs), found.value, (low, high),
@@ -293,7 +294,7 @@ def b_outgrows_a(studies: Sequence[StudyRuns]) -> Finding:
     array = np.array(shares)
     found = Estimate(float(array.mean()), float(array.std(ddof=1)) / math.sqrt(len(array)), len(array) - 1)
     low, high = found.interval()
-    share = f"{100 * found.value:.0f} % [{100 * low:.0f}, {100 * high:.0f}]"
+    share = f"{100 * found.value:.0f} % {bounds(100 * low, 100 * high, '.0f')}"
     text = f"||B|| > ||A|| in {share} of the matrices ({'; '.join(texts)})"
     why = f"more than half of them, t test over {len(array)} arms; in the first ten steps {100 * np.mean(early):.0f} %"
     decision = greater(found, 0.5)

@@ -9,7 +9,7 @@ import pandas as pd
 
 from analysis.arms import FULL, Arm, find_arms
 from analysis.inference import Decision, Estimate, greater, slope, within
-from analysis.judges.common import Finding, TooLittle, seeds_text
+from analysis.judges.common import Finding, TooLittle, bounds, seeds_text
 from analysis.optimum import Ratio, ratio
 from analysis.results import StudyRuns
 from analysis.stats import LEVEL
@@ -151,7 +151,7 @@ def ratio_is_free_of_width(study: StudyRuns) -> Finding:
     if len(unknown):
         why += f"; undecided at {', '.join(unknown['panel'])}"
     needs = "more seeds, LRs closer together or more widths" if decision == "undecided" else ""
-    return Finding(decision, f"{estimate.value:+.2f} [{low:.2f}, {high:.2f}] ({ratios})", why, n,
+    return Finding(decision, f"{estimate.value:+.2f} {bounds(low, high, '.2f')} ({ratios})", why, n,
                    estimate.value, (low, high), needs)  # fmt: skip
 
 
@@ -193,7 +193,7 @@ def short_runs_want_more(study: StudyRuns) -> Finding:
     decision = greater(Estimate(-found.value, found.se, found.dof))
     low, high = found.interval()
     listed = ", ".join(f"{row.ratio:.1f} at {row.steps}" for row in known.itertuples())
-    why = f"slope of log ratio on log steps {found.value:+.2f} [{low:.2f}, {high:.2f}]; falls: {_word[decision]}"
+    why = f"slope of log ratio on log steps {found.value:+.2f} {bounds(low, high, '.2f')}; falls: {_word[decision]}"
     left_out = table.loc[table["ratio"].isna(), "steps"].tolist()
     if left_out:
         why += f"; undecided at {', '.join(map(str, left_out))} steps"

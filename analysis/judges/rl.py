@@ -17,6 +17,7 @@ from analysis.judges.common import (
     Finding,
     TooLittle,
     at_best_lr,
+    bounds,
     equivalence_needs,
     gap,
     grid_of,
@@ -51,7 +52,7 @@ def rank_one_is_enough(study: StudyRuns) -> Finding:
     base, best = float(runs["base"].mean()), float(at_best_lr(runs, FULL).mean())
     decision: Decision = equivalent(found.estimate, margin, study.level) if sd <= margin else "undecided"
     low, high = (-x for x in reversed(found.estimate.interval()))
-    text = f"rank 1 minus full: {-found.estimate.value:+.3f} [{low:+.3f}, {high:+.3f}] in reward, seed SD {sd:.3f}"
+    text = f"rank 1 minus full: {-found.estimate.value:+.3f} {bounds(low, high, '+.3f')} in reward, seed SD {sd:.3f}"
     why = f"TOST within {margin:g}; base {1 - base:.2f}, full {1 - best:.2f}"
     if not base - best >= float(study.settings["least_gain"]):
         decision, why = "undecided", f"{why}: full fine-tuning gains less than {study.settings['least_gain']:g}"
@@ -121,7 +122,7 @@ def wider_range(study: StudyRuns) -> Finding:
         listed.append(f"{name} {'at least ' * is_open}{decades(window):.2f}")
     least = float(study.settings["window_margin"])
     decision: Decision = "yes" if low > 0 else "no" if high < least else "undecided"
-    text = f"rank 1 minus full: {value:+.2f} [{low:+.2f}, {high:+.2f}] decades ({', '.join(listed)})"
+    text = f"rank 1 minus full: {value:+.2f} {bounds(low, high, '+.2f')} decades ({', '.join(listed)})"
     why = f"LRs that reach {100 * share:g} % of the arm's best gain; bootstrap over seeds; no wider if below {least:g}"
     if cut and decision != "undecided":
         decision, why = "undecided", f"{why}; the grid cuts a range off"
@@ -198,7 +199,7 @@ def rewards_bound_what_is_learned(study: StudyRuns) -> Finding:
     decision: Decision = within((per * low, per * high), 0.0, bits)
     text = (
         f"{bits:,.0f} bits in {episodes:,.0f} episodes ({bits / episodes:.2f} each); {found[0]} suffices: "
-        f"{found[1]:,} parameters [{low:,.0f}, {high:,.0f}]"
+        f"{found[1]:,} parameters {bounds(low, high, ',.0f')}"
     )
     why = f"{100 * share:g} % of full's gain; at {per:g} bits per parameter it holds {per * found[1]:,.0f} bits"
     needs = "smaller adapters or more seeds" if decision == "undecided" else ""

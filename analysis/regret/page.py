@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from analysis.arms import FULL
 from analysis.inference import Estimate
+from analysis.judges.common import bounds
 from analysis.regret.advice import FLOOR_FRAC, GAIN_FRAC, SEED_SDS, Advice, ArmResult, seeds_to_decide
 from analysis.style import arm_labels
 
@@ -221,8 +222,7 @@ def _change(advice: Advice) -> str:
 
 
 def _estimate(found: Estimate) -> str:
-    low, high = found.interval()
-    return f"{found.value:+.3f} [{low:.3f}, {high:.3f}]"
+    return f"{found.value:+.3f} {bounds(*found.interval(), '.3f')}"
 
 
 def _lr_interval(arm: ArmResult) -> str:

@@ -103,6 +103,7 @@ def test_one_seed_decides_nothing() -> None:
     alone = without(make_rl_results(), "`config.seed.init` > 0")
     found = judge(alone, [BY_ID["C17"]])[0]
     assert found.verdict == "undecided" and "rests on fewer seeds" in found.why
+    assert "[no interval] in reward" in found.here and "nan, " not in found.here
 
 
 def test_no_run_of_rank_one_is_named() -> None:

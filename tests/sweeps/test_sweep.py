@@ -231,14 +231,21 @@ def test_overrides_make_a_study_of_their_own(study: str, tmp_path: Path, capsys:
     assert re.search(r"^ tiny +mini +12 +0 ", out, re.MULTILINE)
 
 
+def made(*words: str) -> subprocess.CompletedProcess[str]:
+    """What ``make`` would run, without the flags of the ``make test`` that runs this, which print more lines."""
+    env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    return subprocess.run(["make", "-n", *words], cwd=grid.SWEEPS_DIR.parent, env=env, capture_output=True, text=True)
+
+
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make")
 def test_make_draws_the_study_that_it_launched() -> None:
-    command = ["make", "-n", "sweep-lr", "ARGS=optim.steps=4 seed.init=0", "ROOT=elsewhere", "SCALE=smol"]
-    # Without the flags of the `make test` that runs this: a make inside a make prints more lines.
-    env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-    printed = subprocess.run(
-        command, cwd=grid.SWEEPS_DIR.parent, env=env, capture_output=True, text=True, check=True
-    ).stdout
+    printed = made("sweep-lr", "ARGS=optim.steps=4 seed.init=0", "ROOT=elsewhere", "SCALE=smol").stdout
     launched, drawn = printed.strip().splitlines()[-1].split(" && ")
     assert "sweeps.launch lr" in launched and launched.endswith("launch.root=elsewhere optim.steps=4 seed.init=0")
     assert "analysis.figures" in drawn and drawn.endswith("lr --scale smol --overrides optim.steps=4 seed.init=0")
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+def test_a_root_that_the_figures_would_not_know_is_refused() -> None:
+    done = made("sweep-lr", "ARGS=optim.steps=4 launch.root=elsewhere")
+    assert done.returncode == 2 and "ARGS: launch.root is not allowed; give ROOT=DIR" in done.stderr
