@@ -145,16 +145,17 @@ def from_store(root: Path, scale: str = "mini") -> Results:
 
 
 def provenance(run_ids: list[str], root: Path) -> dict[str, Any]:
-    """What the runs have in common, and every value where they differ; ``dirty`` if any tree was."""
+    """What the runs have in common, and every value where they or their attempts differ; ``dirty`` if any tree was."""
     keys = ("commit", "cpu", "num_cores", "python", "versions", "platform")
     found: dict[str, list[Any]] = {key: [] for key in keys}
     dirty = False
     for run_id in run_ids:
-        record = store.read_json(root / run_id / "provenance.json")
-        dirty |= bool(record.get("diff"))
-        for key in keys:
-            if record.get(key) not in found[key]:
-                found[key].append(record.get(key))
+        last = store.read_json(root / run_id / "provenance.json")
+        for record in (last, *last.get("earlier", ())):
+            dirty |= bool(record.get("diff"))
+            for key in keys:
+                if record.get(key) not in found[key]:
+                    found[key].append(record.get(key))
     common = {key: values[0] if len(values) == 1 else values for key, values in found.items()}
     return {"num_runs": len(run_ids), "dirty": dirty, **common}
 

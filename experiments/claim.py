@@ -199,6 +199,22 @@ class RunWriter:
         self.check_owner()
         write_json(self.path / name, value)
 
+    def write_provenance(self, record: Mapping[str, Any]) -> None:
+        """Where this attempt's steps come from, in provenance.json.
+
+        ``earlier`` in it are attempts that left a checkpoint to go on from, oldest first, where they differ in more
+        than the time: part of the result is theirs.
+        """
+        attempts: list[Mapping[str, Any]] = []
+        if checkpoints(self.path):
+            try:
+                last = read_json(self.path / "provenance.json")
+                attempts = [*last.pop("earlier", []), last]
+            except StoreError as error:
+                self.notes.append(f"the attempt before this left no provenance: {error}")
+        different = [old for old in attempts if {**old, "time_unix_s": 0} != {**record, "time_unix_s": 0}]
+        self.write("provenance.json", {**record, **({"earlier": different} if different else {})})
+
     def commit_checkpoint(self, written: Path, processes: int = 1) -> None:
         """Make a checkpoint that lies whole in ``scratch`` the run's, and drop older ones.
 

@@ -98,7 +98,7 @@ def execute(config: RunConfig, launch: LaunchConfig, progress: Any = None) -> di
         try:
             with tracking.tracker(config, launch, writer) as tracker:
                 writer.mirrors.append(tracker)
-                writer.write("provenance.json", provenance.of_run(config, _engine(launch)))
+                writer.write_provenance(provenance.of_run(config, _engine(launch)))
                 summary = _flow(config, launch)(config, launch, writer, progress or recorder.Progress())
                 notes = (*notes, *summary.pop("warnings", ()))
                 return writer.finish({**summary, "run_id": run_id(config), "time_unix_s": time.time(),

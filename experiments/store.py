@@ -9,7 +9,7 @@ is *drift* (an edited file, a changed default) and is refused with the fields na
 Layout of ``<root>/<run id>/``::
 
     config.json       format version, run id, the full configuration
-    provenance.json   commit and diff, versions, hardware, argv, revisions, init hash
+    provenance.json   commit and diff, versions, hardware, argv, revisions; ``earlier``: of attempts it goes on from
     metrics.jsonl     one row per evaluated step; a prefix of the truth after a crash
     samples.jsonl     RL: a few held-out completions of each evaluation
     checkpoints/      checkpoint-<step>/ with SOUND.json; .<attempt>/ where one is written before it is moved here

@@ -166,7 +166,7 @@ class _Engine:
     def _resumed(self, config: RunConfig, writer: claim.RunWriter, holding: contextlib.ExitStack) -> Member:
         name, session, optim = run_id(config), self.session, config.optim
         engine = {"name": "packed", "width": self.width, "form": "merged" if self.merged else "factored"}
-        writer.write("provenance.json", provenance.of_run(config, engine))
+        writer.write_provenance(provenance.of_run(config, engine))
         recorder = Recorder(
             config, self.launch, writer, self._progress(name),
             evaluate=lambda: {"test/nll_nats": self._held_out_nll(name)},

@@ -76,3 +76,8 @@ def test_provenance_names_every_value_and_uncommitted_changes(tmp_path: Path) ->
     found = provenance(["a", "b"], tmp_path)
     assert found["commit"] == ["1" * 40, "2" * 40] and found["python"] == "3.11" and found["dirty"] is False
     assert provenance(["a", "c"], tmp_path)["dirty"] is True
+    record = store.read_json(tmp_path / "a" / "provenance.json")
+    earlier = [{**record, "commit": "3" * 40, "diff": "+x"}]
+    store.write_json(tmp_path / "a" / "provenance.json", {**record, "earlier": earlier})
+    found = provenance(["a"], tmp_path)
+    assert found["commit"] == ["1" * 40, "3" * 40] and found["dirty"] is True

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -90,6 +91,27 @@ def write_checkpoint(writer: claim.RunWriter, step: int, content: bytes) -> Path
     directory.mkdir(parents=True)
     (directory / "model.bin").write_bytes(content)
     return directory
+
+
+def test_provenance_keeps_the_attempts_whose_steps_it_goes_on_from(tmp_path: Path) -> None:
+    def attempt(time_unix_s: float, commit: str, checkpoint: bool = True) -> dict[str, Any]:
+        with claim.claim(tmp_path, "run", {}) as writer:
+            writer.write_provenance({"commit": commit, "time_unix_s": time_unix_s})
+            step = int(time_unix_s)
+            if checkpoint:
+                writer.append({"step": step})
+                writer.commit_checkpoint(write_checkpoint(writer, step, b"state"))
+            return store.read_json(tmp_path / "run" / "provenance.json")
+
+    assert attempt(0, "a", checkpoint=False) == {"commit": "a", "time_unix_s": 0}
+    assert "earlier" not in attempt(1, "b")  # the first left nothing
+    assert "earlier" not in attempt(2, "b")  # the same but for the time
+    assert [old["commit"] for old in attempt(3, "c")["earlier"]] == ["b"]
+    assert [old["commit"] for old in attempt(4, "d")["earlier"]] == ["b", "c"]
+    (tmp_path / "run" / "provenance.json").write_text("{")
+    with claim.claim(tmp_path, "run", {}) as writer:
+        writer.write_provenance({"commit": "e"})
+        assert "left no provenance" in writer.notes[-1]
 
 
 def test_attempt_that_was_replaced_commits_no_checkpoint(tmp_path: Path) -> None:
