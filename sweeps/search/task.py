@@ -89,6 +89,7 @@ def read(asked: Asked) -> Task:
     reward = reward_words(asked.reward) if asked.reward else []
     batch = [f"optim.batch_size={PAPER_BATCH}"] if scale == "paper" else []
     words = [f"scale={scale}", *model, *data_words(asked.data), *batch, *reward, *fixed]
+    words += pinned(parse([*words, *ANY_ARM])[0].data, given)
     probe, launch = parse([*words, *ANY_ARM])
     rows, train_tokens, notes = sized(probe, Path(launch.root) / "cache", given)
     words += rows
@@ -142,13 +143,11 @@ def fingerprint(folder: Path) -> str:
 
 
 def data_words(data: str) -> list[str]:
-    """Overrides of a JSONL file (pinned by its digest), a name in ``conf/data``, or ``OWNER/NAME`` of the hub."""
+    """Overrides of a JSONL file, a name in ``conf/data``, or ``OWNER/NAME`` of the hub."""
     file = Path(data)
     if file.is_file():
         name = re.sub(r"[^A-Za-z0-9.-]+", "-", file.stem)
-        digest = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
-        return ["data=own", f"data.name={quoted(name)}", f"data.path={quoted(str(file.resolve()))}",
-                f"data.revision={quoted(digest)}"]  # fmt: skip
+        return ["data=own", f"data.name={quoted(name)}", f"data.path={quoted(str(file.resolve()))}"]
     if (CONF_DIR / "data" / f"{data}.yaml").is_file() and data != "own":
         return [f"data={data}"]
     path, _, revision = data.partition("@")
@@ -157,6 +156,15 @@ def data_words(data: str) -> list[str]:
                 f"data.path={quoted(path)}", f"data.revision={quoted(revision or 'main')}"]  # fmt: skip
     known = ", ".join(sorted(p.stem for p in (CONF_DIR / "data").glob("*.yaml") if p.stem != "own"))
     raise ConfigError(f"DATA: {data!r} is not there; name a JSONL file, OWNER/NAME of the hub, or one of {known}")
+
+
+def pinned(data: DataConfig, given: set[str]) -> list[str]:
+    """The override that pins the bytes of local files, those held out among them; the runs refuse others."""
+    from experiments.data import records
+
+    if data.source is not DataSource.jsonl or "data.revision" in given:
+        return []
+    return [f"data.revision={quoted(records.digest(data))}"]
 
 
 def reward_words(reward: str) -> list[str]:

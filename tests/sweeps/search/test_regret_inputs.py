@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from experiments.config import ConfigError
+from experiments.data import dataset
 from sweeps.grid import Study
 from sweeps.search import quote, regret
 from sweeps.search.task import Asked, read
@@ -159,6 +161,17 @@ def test_same_file_is_the_same_task_and_a_changed_one_another(tmp_path: Path) ->
     changed = read(Asked("mini-w64", data, (1,), extra=extra))
     assert changed.study.name != first.study.name
     assert not {p.run_id for p in changed.study.points} & {p.run_id for p in first.study.points}
+
+
+def test_held_out_file_is_part_of_what_is_pinned(tmp_path: Path) -> None:
+    held_out = Path(write(tmp_path / "held.jsonl", 20, {"prompt": "a", "completion": "b"}))
+    extra = ("optim.steps=4", f"launch.root={tmp_path / 'runs'}", f"data.held_out=['{held_out}']", "data.num_test=1")
+    asked = Asked("mini-w64", write(tmp_path / "rows.jsonl"), (1,), extra=extra)
+    first = read(asked)
+    held_out.write_text(held_out.read_text().replace('"b"', '"c"'))
+    assert not {p.run_id for p in read(asked).study.points} & {p.run_id for p in first.study.points}
+    with pytest.raises(ConfigError, match="data.revision: .* is pinned, but .*rows.jsonl with .*held.jsonl is"):
+        dataset.split(first.config.data)
 
 
 def test_default_ranks_give_way_to_what_the_model_can_have(tmp_path: Path) -> None:
