@@ -1,20 +1,21 @@
 """A reward function of the user's own: ``FILE.py:FUNCTION``, called as ``FUNCTION(prompt, completion, row)``.
 
 ``row`` is the record of the data set that the prompt is from; the reward is a number between 0 and 1. The file is
-part of a run's identity by its digest. It is only ever run in a process of its own, which can be killed
-(``experiments.grading``); ``python -m experiments.own_reward FILE.py:FUNCTION`` tries it on one record from standard
-input and says in one JSON line what came of it.
+part of a run's identity by its digest, with the files of its folder that it imports. It is only ever run in a process
+of its own, which can be killed (``experiments.grading``); ``python -m experiments.own_reward FILE.py:FUNCTION`` tries
+it on one record from standard input and says in one JSON line what came of it.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import math
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +35,56 @@ def parts(spec: str) -> tuple[Path, str]:
 
 
 def digest(spec: str) -> str:
-    """First 12 hexadecimal digits of the SHA-256 of the file. Raises ConfigError if it cannot be read."""
+    """First 12 hexadecimal digits of the SHA-256 of the file, and of the files below its folder that it imports, and
+    those they import; without any, of its bytes alone. Raises ConfigError if one cannot be read.
+
+    Not covered: installed packages, what is imported under a name that is only known when it runs, data that is read.
+    """
     file, _ = parts(spec)
+    folder = file.parent.resolve()
+    file, sources = folder / file.name, dict[Path, bytes]()
+    todo = [file]
+    while todo:
+        path = todo.pop()
+        if path not in sources:
+            try:
+                sources[path] = path.read_bytes()
+            except OSError as error:
+                raise ConfigError(f"rl.reward: {str(path)!r} cannot be read; {error.strerror}") from None
+            todo += _imported(path, sources[path], folder)
+    found = hashlib.sha256(sources.pop(file))
+    for path in sorted(sources):
+        found.update(f"\n{path.relative_to(folder)} {hashlib.sha256(sources[path]).hexdigest()}".encode())
+    return found.hexdigest()[:12]
+
+
+def _imported(path: Path, source: bytes, folder: Path) -> Iterator[Path]:
+    """The files below ``folder`` that the import statements of one of them name, in functions too."""
     try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
-    except OSError as error:
-        raise ConfigError(f"rl.reward: {str(file)!r} cannot be read; {error.strerror}") from None
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):  # it imports nothing; whoever loads it says why
+        return
+    for node in ast.walk(tree):
+        names, base = list[str](), folder
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module or ''}.{alias.name}".lstrip(".") for alias in node.names]
+            base = [folder, *path.parents][min(node.level, len(path.parents))]
+        for name in names:
+            for module in (base.joinpath(*name.split(".")[:depth]) for depth in range(1, name.count(".") + 2)):
+                for candidate in (module.with_suffix(".py"), module / "__init__.py"):
+                    if candidate.is_file() and candidate.is_relative_to(folder):
+                        yield candidate
 
 
 def check(spec: str, pinned: str) -> None:
     """Raises ConfigError if the file is no longer the one that the run's identity names."""
     found = digest(spec)
     if found != pinned:
-        raise ConfigError(f"rl.reward_digest: {pinned!r} is pinned, but {spec} is {found!r}")
+        raise ConfigError(
+            f"rl.reward_digest: {pinned!r} is pinned, but {spec} with what it imports beside it is {found!r}"
+        )
 
 
 def load(spec: str) -> Reward:

@@ -15,6 +15,7 @@ from typing import Any
 from experiments.compose import CONF_DIR, parse
 from experiments.config import ConfigError, DataConfig, DataSource, ModelSource, RunConfig, run_id
 from experiments.hub import HUB_ID
+from sweeps.display import warn
 from sweeps.grid import Study, expand_study
 
 RANKS = (1, 16, 128)
@@ -40,6 +41,11 @@ PAPER_BATCH = 32
 """Of a large model: the batch size at which the post's gap is small."""
 SMALL_BYTES = 400_000_000
 """Weights of a directory up to which a model is trained as the small ones of this repository are."""
+MODEL_FILES = ("config.json", "*.safetensors", "pytorch_model*.bin", "tokenizer*", "chat_template*", "vocab*",
+               "merges.txt", "added_tokens.json", "special_tokens_map.json")  # fmt: skip
+"""Of a model's directory, what transformers reads weights, tokenizer and chat template from."""
+SAID_GIB = 4.0
+"""From here on reading a model's files takes long enough to be said."""
 ANY_ARM = ("method=full", "optim.lr=1e-3")
 
 
@@ -129,16 +135,18 @@ def _model(name: str, path: str, revision: str) -> list[str]:
 
 
 def fingerprint(folder: Path) -> str:
-    """Twelve hexadecimal digits of a model's directory: its configuration, and size, head and tail of its weights."""
+    """Twelve hexadecimal digits of a model's directory: all bytes of its configuration, weights and tokenizer, the chat
+    template among them. Generation settings are no part of it: nothing here reads them."""
     if not (folder / "config.json").is_file():
         raise ConfigError(f"MODEL: {str(folder)!r} holds no config.json; save a model there with save_pretrained")
-    found = hashlib.sha256((folder / "config.json").read_bytes())
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as weights:
-            size = file.stat().st_size
-            found.update(f"{file.name} {size}".encode() + weights.read(2**20))
-            weights.seek(max(0, size - 2**20))
-            found.update(weights.read())
+    files = sorted({file for pattern in MODEL_FILES for file in folder.glob(pattern) if file.is_file()})
+    gib = sum(file.stat().st_size for file in files) / 2**30
+    if gib > SAID_GIB:
+        warn(f"reading the {gib:.3g} GiB of {folder}, whose digest names the model: about {math.ceil(2 * gib)} s")
+    found = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as part:
+            found.update(f"{file.name} {hashlib.file_digest(part, 'sha256').hexdigest()}\n".encode())
     return found.hexdigest()[:12]
 
 

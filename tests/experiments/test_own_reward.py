@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,6 +78,39 @@ def test_file_is_part_of_the_identity_and_a_changed_one_is_refused(reward: str, 
     for wrong in ({"grader": Grader.own}, {"reward": spec}, {"grader": Grader.own, "reward": spec}):
         with pytest.raises(ConfigError, match="rl.reward, rl.reward_digest"):
             RLConfig(group_size=2, **wrong)
+
+
+def test_digest_covers_what_the_file_imports_of_its_folder(tmp_path: Path) -> None:
+    """Also what that imports, in packages with and without ``__init__``; the same wherever the folder lies."""
+    files = {
+        "mine.py": "import json, near, pack.deep.one\ndef f(p, c, row):\n    from bare import late\n    return 1\n",
+        "near.py": "from far import *\n",
+        "far.py": "import near\nONE = 1\n",  # a circle
+        "pack/__init__.py": "from . import side\n",
+        "pack/side.py": "",
+        "pack/deep/__init__.py": "",
+        "pack/deep/one.py": "from ..up import x\n",
+        "pack/up.py": "x = 1\n",
+        "bare/late.py": "",
+        "json.txt": "",
+        "stranger.py": "",
+    }
+    for root in ("a", "b"):
+        for name, text in files.items():
+            (tmp_path / root / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / root / name).write_text(text)
+    first, again = (own_reward.digest(f"{tmp_path / root / 'mine.py'}:f") for root in ("a", "b"))
+    assert first == again
+    moved = set()
+    for name, text in files.items():
+        (tmp_path / "a" / name).write_text(text + "# changed\n")
+        if own_reward.digest(f"{tmp_path / 'a' / 'mine.py'}:f") != first:
+            moved.add(name)
+        (tmp_path / "a" / name).write_text(text)
+    assert moved == set(files) - {"json.txt", "stranger.py"}
+    alone = tmp_path / "alone.py"
+    alone.write_text("import json, math\nfrom os import path\ndef f(p, c, row): return 1\n")
+    assert own_reward.digest(f"{alone}:f") == hashlib.sha256(alone.read_bytes()).hexdigest()[:12]
 
 
 def test_rows_need_a_prompt_only_and_reach_the_function_whole(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from experiments.config import ConfigError
 from experiments.data import dataset
 from sweeps.grid import Study
-from sweeps.search import quote, regret
+from sweeps.search import quote, regret, task
 from sweeps.search.task import Asked, read
 
 PROJECT = Path(__file__).resolve().parents[3]
@@ -172,6 +172,26 @@ def test_held_out_file_is_part_of_what_is_pinned(tmp_path: Path) -> None:
     assert not {p.run_id for p in read(asked).study.points} & {p.run_id for p in first.study.points}
     with pytest.raises(ConfigError, match="data.revision: .* is pinned, but .*rows.jsonl with .*held.jsonl is"):
         dataset.split(first.config.data)
+
+
+def test_model_of_a_directory_is_named_by_all_that_it_is_read_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task, "SAID_GIB", 4 / 1024)
+    (tmp_path / "model.safetensors").write_bytes(bytes(5 * 2**20))
+    names = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    for name in names[:1] + names[2:]:
+        (tmp_path / name).write_text("{}")
+    found = [task.fingerprint(tmp_path)]
+    assert "reading the 0.00488 GiB of" in capsys.readouterr().err
+    for name in names:
+        with (tmp_path / name).open("r+b") as file:
+            file.seek((tmp_path / name).stat().st_size // 2)  # the size stays, and so do head and tail of the weights
+            file.write(b"x")
+        found.append(task.fingerprint(tmp_path))
+    assert len(set(found)) == len(names) + 1
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert task.fingerprint(tmp_path) == found[-1]
 
 
 def test_default_ranks_give_way_to_what_the_model_can_have(tmp_path: Path) -> None:
