@@ -17,13 +17,9 @@ from experiments.config import ConfigError, DataConfig, DataSource, ModelSource,
 from experiments.hub import HUB_ID
 from sweeps.display import warn
 from sweeps.grid import Study, expand_study
+from sweeps.search.rows import sized
 
 RANKS = (1, 16, 128)
-LEAST_ROWS = 64
-HELD_OUT_FRAC = 0.2
-HELD_OUT = (16, 1000)
-MOST_ROWS = 10_000
-"""Training rows taken unless more are asked for: a search trains on them dozens of times."""
 EPOCHS = 3
 LEAST_STEPS = 100
 FULL_LR = 5e-5
@@ -182,74 +178,6 @@ def reward_words(reward: str) -> list[str]:
     file, name = own_reward.parts(reward)
     spec = f"{file.resolve()}:{name}"
     return [*RL, "rl.grader=own", f"rl.reward={quoted(spec)}", f"rl.reward_digest={quoted(own_reward.digest(spec))}"]
-
-
-def sized(probe: RunConfig, cache: Path, given: set[str]) -> tuple[list[str], int, tuple[str, ...]]:
-    """(overrides of the split and the longest sequence, completion tokens of the training set, what is to be said).
-
-    Of rows without a held-out set of their own a fifth is held out. Raises ConfigError for malformed or too few rows.
-    """
-    from experiments import models, own_reward
-    from experiments.data import dataset, problems
-
-    own = probe.data.source in (DataSource.jsonl, DataSource.hub) and "data.num_train" not in given
-    num_rows = 0
-    if own and probe.is_rl:
-        num_rows = problems.num_distinct(probe.data, answers=False)
-    elif own:
-        num_rows = _num_pairs(probe.data)
-    words = _split_words(probe.data, num_rows, given) if own else []
-    tokenizer = models.load_tokenizer(probe.model, cache)
-    if probe.is_rl:
-        found = problems.load(_with(probe.data, words), answers=False)
-        for completion in ("", "0"):  # a model may say nothing
-            record = found.train[0].record()
-            own_reward.try_out(probe.rl.reward, record, completion, probe.rl.grade_limit_s)
-        longest = max(len(dataset.encode_prompt(tokenizer, p.prompt)) for p in (*found.train, *found.test))
-        tokens, notes = 0, found.notes
-    else:
-        longest, tokens = _tokens(_with(probe.data, words), tokenizer)
-        notes = ()
-    if own and "data.max_tokens" not in given:
-        words.append(f"data.max_tokens={min(probe.data.max_tokens, 2 ** max(6, math.ceil(math.log2(longest))))}")
-    return words, tokens, notes if probe.is_rl else dataset.load(_with(probe.data, words), tokenizer).notes
-
-
-def _split_words(data: DataConfig, num_rows: int, given: set[str]) -> list[str]:
-    if num_rows < LEAST_ROWS:
-        raise ConfigError(f"DATA: {data.path} holds {num_rows} different rows; {LEAST_ROWS} or more are needed")
-    low, high = HELD_OUT
-    fixed = data.held_out or "data.num_test" in given
-    num_test = data.num_test if fixed else min(high, max(low, round(num_rows * HELD_OUT_FRAC)))
-    num_train = min(num_rows - (0 if data.held_out else num_test), MOST_ROWS)
-    return [f"data.num_train={num_train}", f"data.num_test={num_test}"]
-
-
-def _with(data: DataConfig, words: Sequence[str]) -> DataConfig:
-    parts = (word.removeprefix("data.").partition("=") for word in words)
-    values: dict[str, Any] = {key: int(value) for key, _, value in parts}
-    return replace(data, **values)
-
-
-def _num_pairs(data: DataConfig) -> int:
-    """Different rows, as many as are of use; malformed ones are refused."""
-    from experiments.data import dataset
-
-    train, test = dataset.split(replace(data, num_train=MOST_ROWS + HELD_OUT[1], num_test=1))
-    return len(train) + (0 if data.held_out else len(test))
-
-
-def _tokens(data: DataConfig, tokenizer: Any) -> tuple[int, int]:
-    """(longest sequence, completion tokens of the training set)."""
-    from experiments.data import dataset
-    from experiments.losses import IGNORED
-
-    train, test = (
-        [dataset.encode(tokenizer, *pair, data.max_tokens, data.loss_on) for pair in pairs]
-        for pairs in dataset.split(data)
-    )
-    longest = max((len(row["input_ids"]) for row in (*train, *test)), default=1)
-    return longest, sum(label != IGNORED for row in train for label in row["labels"])
 
 
 def _steps(words: Sequence[str], given: set[str]) -> list[str]:

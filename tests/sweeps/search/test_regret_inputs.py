@@ -77,8 +77,8 @@ def test_what_cannot_work_is_one_line(
     ("data", "said"),
     [
         ("nothing.jsonl", "DATA: 'nothing.jsonl' is not there; name a JSONL file"),
-        ("few", "rows.jsonl holds 20 different rows; 64 or more are needed"),
-        ("same", "rows.jsonl holds 1 different rows; 64 or more are needed"),
+        ("few", "rows.jsonl leaves 4 rows to train on and 16 held out, with no prompt in both; 48 and 16 or more are"),
+        ("same", "rows.jsonl leaves 0 rows to train on and 1 held out, with no prompt in both; 48 and 16 or more"),
         ("fields", "line 1: no 'completion' field (found: 'prompt')"),
     ],
 )
@@ -172,6 +172,36 @@ def test_held_out_file_is_part_of_what_is_pinned(tmp_path: Path) -> None:
     assert not {p.run_id for p in read(asked).study.points} & {p.run_id for p in first.study.points}
     with pytest.raises(ConfigError, match="data.revision: .* is pinned, but .*rows.jsonl with .*held.jsonl is"):
         dataset.split(first.config.data)
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "each", "num_train", "num_test"), [(200, 1, 160, 40), (40, 20, 480, 16), (100, 3, 240, 20)]
+)
+def test_several_completions_of_a_prompt_are_split_by_prompt(
+    tmp_path: Path, num_prompts: int, each: int, num_train: int, num_test: int
+) -> None:
+    """About a fifth of the prompts is held out, and no row of theirs is trained on."""
+    rows = [{"prompt": f"count {n}", "completion": f"{k}"} for n in range(num_prompts) for k in range(each)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    extra = ("optim.steps=4", f"launch.root={tmp_path / 'runs'}")
+    found = read(Asked("mini-w64", str(tmp_path / "rows.jsonl"), (1,), extra=extra)).config.data
+    assert found.num_test == num_test and num_train <= found.num_train <= (num_prompts - 1) * each
+    train, test = dataset.split(found)
+    assert (len(train), len(test)) == (found.num_train, num_test)
+    assert not {prompt for prompt, _ in train} & {prompt for prompt, _ in test}
+
+
+@pytest.mark.parametrize("reward", [False, True])
+def test_held_out_file_may_share_prompts_and_be_short(tmp_path: Path, reward: bool) -> None:
+    """Ten of its thirty prompts are among the eighty of the data: seventy are left to train on."""
+    rows = [{"prompt": f"count {n}", "completion": f"{n}"} for n in range(100)]
+    for name, part in (("rows", rows[:80]), ("held", rows[70:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    (tmp_path / "mine.py").write_text("def f(prompt, completion, row):\n    return 0\n")
+    extra = ("optim.steps=4", f"launch.root={tmp_path / 'runs'}", f"data.held_out=['{tmp_path / 'held.jsonl'}']")
+    mine = f"{tmp_path / 'mine.py'}:f" if reward else ""
+    found = read(Asked("mini-w64", str(tmp_path / "rows.jsonl"), (1,), mine, extra=extra)).config
+    assert (found.is_rl, found.data.num_train, found.data.num_test) == (reward, 70, 30)
 
 
 def test_model_of_a_directory_is_named_by_all_that_it_is_read_from(
