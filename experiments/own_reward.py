@@ -2,27 +2,24 @@
 
 ``row`` is the record of the data set that the prompt is from; the reward is a number between 0 and 1. The file is
 part of a run's identity by its digest, with the files of its folder that it imports. It is only ever run in a process
-of its own, which can be killed (``experiments.grading``); ``python -m experiments.own_reward FILE.py:FUNCTION`` tries
-it on one record from standard input and says in one JSON line what came of it.
+of its own, which can be killed (``experiments.grading``), in a run and where it is tried out.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
-import json
 import math
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from experiments.checks import ConfigError
+from experiments.grading import GraderProcess, NoGrader
+from experiments.objective import Grader
 
-START_S = 20.0
-"""What starting a process and importing the user's file may take on top of the limit for one reward."""
 Reward = Callable[[str, str, Mapping[str, Any]], float]
 
 
@@ -94,7 +91,7 @@ def load(spec: str) -> Reward:
     sys.path.insert(0, str(file.parent.resolve()))  # it may import its neighbours, as a script may
     try:
         found = runpy.run_path(str(file)).get(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"rl.reward: {str(file)!r} cannot be imported; {_said(error)}") from None
     if not callable(found):
         raise ConfigError(f"rl.reward: {str(file)!r} has no function {name!r}")
@@ -111,39 +108,23 @@ def value(function: Reward, prompt: str, completion: str, row: Mapping[str, Any]
 
 
 def try_out(spec: str, record: Mapping[str, Any], completion: str, limit_s: float) -> float:
-    """The reward of one completion, in a process of its own. Raises ConfigError, in one line, if there is none."""
-    job = json.dumps({"problem": dict(record), "text": completion})
+    """The reward of one completion, by the process that grades in a run, with its limits. Raises ConfigError, in one
+    line, if there is none."""
+    parts(spec)
+    grader = GraderProcess(Grader.own, limit_s, reward=spec)
     try:
-        done = subprocess.run([sys.executable, "-m", "experiments.own_reward", spec], input=job, capture_output=True,
-                              text=True, timeout=START_S + limit_s, check=False)  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise ConfigError(f"rl.reward: {spec!r} took longer than {limit_s:g} s on one completion") from None
-    try:
-        answer = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        raise ConfigError(f"rl.reward: {spec!r} ended its process (exit code {done.returncode})") from None
-    if "error" in answer:
-        raise ConfigError(answer["error"])
-    return float(answer["reward"])
+        (grade,) = grader.grade([(record, completion)])
+    except NoGrader as error:
+        ours = error.reason.startswith("rl.reward: ")
+        raise ConfigError(error.reason if ours else f"rl.reward: {spec!r} {error.reason}") from None
+    finally:
+        grader.close()
+    if grade.reward is None:
+        what = "the first prompt" if completion else "the first prompt and an empty completion"
+        raise ConfigError(f"rl.reward: {spec!r} fails on {what}; {grade.reason}")
+    return grade.reward
 
 
 def _said(error: BaseException) -> str:
     """``ValueError: what was wrong``, in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-def _main(spec: str) -> dict[str, Any]:
-    job = json.load(sys.stdin)
-    try:
-        function = load(spec)
-        problem = job["problem"]
-        return {"reward": value(function, problem["prompt"], job["text"], problem["entry"])}
-    except ConfigError as error:
-        return {"error": str(error)}
-    except Exception as error:
-        return {"error": f"rl.reward: {spec!r} fails on the first prompt and an empty completion; {_said(error)}"
-                if not job["text"] else f"rl.reward: {spec!r} fails on the first prompt; {_said(error)}"}  # fmt: skip
-
-
-if __name__ == "__main__":
-    print(json.dumps(_main(sys.argv[1])))
