@@ -201,23 +201,21 @@ def _ranks(asked: Asked, words: Sequence[str], shapes: Any) -> tuple[tuple[int, 
     """The ranks, and what is to be said: default ones that the model cannot have give way to the next it can."""
     from experiments import adapters
 
-    def possible(rank: int) -> bool:
-        try:
-            check(rank)
-        except ConfigError:
-            return False
-        return True
-
-    def check(rank: int) -> None:
-        lora, _ = parse([*words, "method=lora", f"method.rank={rank}", *_lora(asked), "optim.lr=1e-3"])
-        adapters.check_rank(shapes, lora.method)
-
+    lora, _ = parse([*words, "method=lora", "method.rank=1", *_lora(asked), "optim.lr=1e-3"])
     if asked.ranks:
         for rank in asked.ranks:
-            check(rank)
+            adapters.check_rank(shapes, replace(lora.method, rank=rank))
         return tuple(sorted(asked.ranks)), ()
-    every = [rank for rank in range(1, max(RANKS) + 1) if possible(rank)]
-    ranks = tuple(sorted({min(every, key=lambda rank: abs(math.log(rank / wanted))) for wanted in RANKS}))
+    possible, why = [], ""
+    for rank in range(1, max(RANKS) + 1):
+        try:
+            adapters.check_rank(shapes, replace(lora.method, rank=rank))
+            possible.append(rank)
+        except ConfigError as error:
+            why = str(error)
+    if not possible:
+        raise ConfigError(f"RANKS: the model can have none of 1 to {max(RANKS)}; {why}")
+    ranks = tuple(sorted({min(possible, key=lambda rank: abs(math.log(rank / wanted))) for wanted in RANKS}))
     said = f"ranks {','.join(map(str, ranks))}: the model cannot have all of {','.join(map(str, RANKS))}"
     return ranks, () if ranks == RANKS else (said,)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from experiments import adapters
 from experiments.config import ConfigError
 from experiments.data import dataset
 from sweeps.grid import Study
@@ -61,6 +62,9 @@ def test_broken_json_is_named_by_line(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--budget", "5"], "BUDGET: 5 is not allowed; "),
         (["optim.lr=1e-3"], "ARGS: optim.lr, seed and method are searched here"),
         (["optim.step=3"], "'optim.step' is not a field; did you mean optim.steps?"),
+        (["method.placment=mlp"], "'method.placment' is not a field; did you mean method.placement?"),
+        (["method.placement=mpl"], "method.placement: 'mpl' is not allowed; Invalid value 'mpl', expected one of"),
+        (["method.alpha=-1"], "method.alpha: -1.0 is not allowed"),
         (["--cluster", "nowhere"], "cluster: 'nowhere' is not allowed; choose one of auto, local"),
         (["--memory-gib", "0.001"], "MODEL: r1-unembed needs 0.02"),
         (["--reward", "none.py:f"], "none.py' cannot be read; No such file"),
@@ -202,6 +206,16 @@ def test_held_out_file_may_share_prompts_and_be_short(tmp_path: Path, reward: bo
     mine = f"{tmp_path / 'mine.py'}:f" if reward else ""
     found = read(Asked("mini-w64", str(tmp_path / "rows.jsonl"), (1,), mine, extra=extra)).config
     assert (found.is_rl, found.data.num_train, found.data.num_test) == (reward, 70, 30)
+
+
+def test_model_without_a_possible_rank_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never_possible(_: Any, method: Any) -> None:
+        raise ConfigError(f"method.rank: {method.rank} is not allowed; it must be a multiple of the 500 experts")
+
+    monkeypatch.setattr(adapters, "check_rank", never_possible)
+    assert "RANKS: the model can have none of 1 to 128; method.rank: 128 is not" in refused(tmp_path, capsys, "--yes")
 
 
 def test_model_of_a_directory_is_named_by_all_that_it_is_read_from(
