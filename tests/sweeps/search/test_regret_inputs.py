@@ -67,6 +67,10 @@ def test_broken_json_is_named_by_line(tmp_path: Path, capsys: pytest.CaptureFixt
         (["method.alpha=-1"], "method.alpha: -1.0 is not allowed"),
         (["--cluster", "nowhere"], "cluster: 'nowhere' is not allowed; choose one of auto, local"),
         (["--memory-gib", "0.001"], "MODEL: r1-unembed needs 0.02"),
+        (["--memory-gib", "0"], "MEMORY_GIB: '0' is not allowed; write the GiB that one run may take"),
+        (["--memory-gib", "much"], "MEMORY_GIB: 'much' is not allowed; write the GiB that one run may take"),
+        (["--memory-gib", "nan"], "MEMORY_GIB: 'nan' is not allowed; write the GiB that one run may take"),
+        (["--memory-gib", "0.001", "--cluster", "slurm"], "r1-unembed needs 0.02"),
         (["--reward", "none.py:f"], "none.py' cannot be read; No such file"),
         ([], "YES: not given, and there is no terminal to ask on; say YES=1"),
     ],
@@ -136,19 +140,31 @@ def test_full_fine_tuning_that_does_not_fit_is_left_out_and_said(
     )
 
 
+def test_unknown_memory_is_said_and_leaves_nothing_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quote, "device_gib", lambda: None)
+    monkeypatch.setattr(quote, "devices", lambda: ("0",))
+    words = ["--model", "mini-w64", "--data", write(tmp_path / "rows.jsonl"), "--ranks", "1", "--dry", "optim.steps=4"]
+    assert regret.main([*words, "--cluster", "local", f"launch.root={tmp_path / 'runs'}"], never) == 0
+    said = capsys.readouterr().err
+    assert "memory here is unknown" in said and "MEMORY_GIB=" in said and "  full: LRs from" in said
+
+
 def test_cost_is_shown_before_anything_starts(tmp_path: Path) -> None:
     """Through make, as it is typed."""
     data = write(tmp_path / "rows.jsonl")
     words = ["make", "-s", "-o", ".venv/.ready", "regret", "MODEL=mini-w64", f"DATA={data}", "RANKS=1",
-             f"ROOT={tmp_path}", "DRY=1", "CLUSTER=local", "ARGS=optim.steps=4"]  # fmt: skip
+             f"ROOT={tmp_path}", "DRY=1", "CLUSTER=local", "ARGS=optim.steps=4", "MEMORY_GIB=0.0235"]  # fmt: skip
     done = subprocess.run(words, cwd=PROJECT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for part in (
         "64 rows to train on, 16 held out",
         "GiB, at most",
         "runs: about",
-        "at most 50 (BUDGET=)",
+        "at most 25 (BUDGET=)",
         "measured)",
+        "0.0235 GiB are free for a run. Whether LoRA loses against it will stay unknown",
     ):
         assert part in done.stderr, done.stderr
     assert not list(tmp_path.glob("*/config.json"))
