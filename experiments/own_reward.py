@@ -110,7 +110,6 @@ def value(function: Reward, prompt: str, completion: str, row: Mapping[str, Any]
 def try_out(spec: str, record: Mapping[str, Any], completion: str, limit_s: float) -> float:
     """The reward of one completion, by the process that grades in a run, with its limits. Raises ConfigError, in one
     line, if there is none."""
-    parts(spec)
     grader = GraderProcess(Grader.own, limit_s, reward=spec)
     try:
         (grade,) = grader.grade([(record, completion)])
