@@ -16,6 +16,7 @@ REWARD ?=
 SEEDS ?=
 START ?=
 BUDGET ?=
+MEMORY_GIB ?=
 SEARCH ?=
 SEARCH_WIDTH ?=
 SEARCH_BUDGET ?=
@@ -64,7 +65,7 @@ studies: $(READY) ## run every supervised study, shared runs once; figures and v
 
 regret: $(READY) ## your own task: which LR, which rank, what LoRA loses; make regret DATA=rows.jsonl [MODEL=mini-w128] [RANKS=1,16,128]
 	@$(PY) -m sweeps.search.regret $(if $(MODEL),--model '$(MODEL)') --data '$(DATA)' --ranks '$(RANKS)' --reward '$(REWARD)' \
-	  --seeds '$(SEEDS)' --start '$(START)' $(BUDGET:%=--budget %) --cluster $(CLUSTER) $(if $(YES),--yes) $(if $(DRY),--dry) \
+	  --seeds '$(SEEDS)' --start '$(START)' $(BUDGET:%=--budget %) $(MEMORY_GIB:%=--memory-gib %) --cluster $(CLUSTER) $(if $(YES),--yes) $(if $(DRY),--dry) \
 	  $(if $(DETACH),--detach) launch.root=$(ROOT) $(ARGS)
 
 exact: $(READY) ## measure what needs no training: first step, invariance, FLOPs, parameter counts

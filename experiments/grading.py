@@ -1,9 +1,9 @@
 """Grades completions in a process of its own, which can be killed: a grader may hang, crash or flood.
 
 Run as ``python -m experiments.grading task``, it answers one JSON line for each JSON line. What it
-prints goes nowhere, and its memory is limited; its parent waits ``limit_s`` for each answer and
-starts a new one after a kill. How a grade came about is part of it, so that a grader's failure is
-never a wrong answer.
+prints goes nowhere, also while a user's file is imported, and its memory is limited; its parent waits
+``limit_s`` for each answer and starts a new one after a kill. How a grade came about is part of it, so
+that a grader's failure is never a wrong answer.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from experiments.checks import ConfigError
 from experiments.objective import Grader
 
 OUTCOMES = ("graded", "no_answer", "timeout", "crash")
 MEMORY_BYTES = 4 * 2**30
 START_LIMIT_S = 120.0
-MAX_REPLY_BYTES = 4096
+MAX_REPLY_BYTES = 16_384
+MAX_REASON = 1000
+"""Characters; in JSON each may take twelve bytes."""
 
 Score = Callable[[Mapping[str, Any], str], float | None]
 """Of a problem's record and a completion: 1 is correct; None where the completion holds no answer."""
@@ -36,10 +39,19 @@ Score = Callable[[Mapping[str, Any], str], float | None]
 @dataclass(frozen=True)
 class Grade:
     """``reward`` is 1 or 0 (a user's own: from 0 to 1), and None where the grader failed (``timeout``, ``crash``):
-    nothing is known then."""
+    nothing is known then but the ``reason``, for people."""
 
     outcome: str
     reward: float | None
+    reason: str = field(default="", compare=False)
+
+
+class NoGrader(RuntimeError):
+    """The grader's process did not come to its first item. ``reason`` says why, as far as it is known."""
+
+    def __init__(self, reason: str, command: Sequence[str]) -> None:
+        super().__init__(f"the grader did not start: {reason}: {' '.join(command)}")
+        self.reason = reason
 
 
 class GraderProcess:
@@ -52,11 +64,12 @@ class GraderProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def grade(self, items: Iterable[tuple[Mapping[str, Any], str]]) -> list[Grade]:
-        """Grade (problem record, completion) pairs, in order. Raises RuntimeError if no grader starts at all."""
+        """Grade (problem record, completion) pairs, in order. Raises NoGrader if none starts at all."""
         return [self._grade_one(record, text) for record, text in items]
 
-    def close(self) -> None:
-        """End the process, whatever it is doing."""
+    def close(self) -> int | None:
+        """End the process, whatever it is doing. Returns its exit code if there was one."""
+        code = None
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -64,7 +77,8 @@ class GraderProcess:
                 with contextlib.suppress(OSError):
                     assert pipe is not None
                     pipe.close()
-            self._process = None
+            code, self._process = self._process.returncode, None
+        return code
 
     def _grade_one(self, record: Mapping[str, Any], text: str) -> Grade:
         process = self._process or self._start()
@@ -75,19 +89,24 @@ class GraderProcess:
             reply = self._read_line(process, self.limit_s)
         except OSError:
             reply = b""
-        if reply is None or not reply:
-            self.close()
-            return Grade("timeout" if reply is None else "crash", None)
+        if not reply:
+            code = self.close()
+            if reply is None:
+                return Grade("timeout", None, f"took longer than {self.limit_s:g} s on one completion")
+            return Grade("crash", None, f"ended its process (exit code {code})")
         answer = json.loads(reply)
-        return Grade(answer["outcome"], answer["reward"])
+        return Grade(answer["outcome"], answer["reward"], answer.get("reason", ""))
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._process = subprocess.Popen(
             self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
-        if self._read_line(self._process, START_LIMIT_S) != b"ready":
-            self.close()
-            raise RuntimeError(f"the grader did not start: {' '.join(self.command)}")
+        said = self._read_line(self._process, START_LIMIT_S)
+        if said != b"ready":
+            code = self.close()
+            reason = f"took longer than {START_LIMIT_S:g} s to be imported" if said is None else (
+                _failure(said) or f"ended its process while it was imported (exit code {code})")  # fmt: skip
+            raise NoGrader(reason, self.command)
         return self._process
 
     @staticmethod
@@ -107,24 +126,44 @@ class GraderProcess:
         return line.strip()
 
 
-def serve(score: Score, partial: bool = False) -> None:
-    """Answer the lines of standard input with ``score``, until it ends. ``partial``: rewards between 0 and 1 count."""
+def _failure(said: bytes) -> str:
+    """What ``serve`` says instead of ``ready``; empty if it is something else."""
+    try:
+        return str(json.loads(said)["failure"])
+    except (ValueError, TypeError, KeyError):
+        return ""
+
+
+def serve(load: Callable[[], Score], partial: bool = False) -> None:
+    """Answer the lines of standard input with the score that ``load`` returns, until they end. ``partial``: rewards
+    between 0 and 1 count. Whatever ``load`` and the score print or read does not reach the parent."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which ends us
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    replies = os.fdopen(os.dup(1), "w", buffering=1)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for descriptor in (1, 2):
+    jobs, replies = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", buffering=1)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
         os.dup2(nowhere, descriptor)
+    try:
+        score = load()
+    except (Exception, SystemExit) as error:
+        replies.write(json.dumps({"failure": _said(error)}) + "\n")
+        return
     replies.write("ready\n")
-    for line in sys.stdin:
+    for line in jobs:
         job = json.loads(line)
         try:
             value = score(job["problem"], job["text"])
             answer = {"outcome": "no_answer", "reward": 0.0} if value is None else _graded(value, partial)
-        except Exception:
-            answer = {"outcome": "crash", "reward": None}
+        except (Exception, SystemExit) as error:
+            answer = {"outcome": "crash", "reward": None, "reason": _said(error)}
         replies.write(json.dumps(answer) + "\n")
+
+
+def _said(error: BaseException) -> str:
+    """``ValueError: what was wrong``, in one line; of our own errors the text alone."""
+    named = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+    return " ".join(named.split())[:MAX_REASON]
 
 
 def _end_with(parent: int) -> None:
@@ -172,16 +211,25 @@ SCORES: dict[Grader, Score] = {
 }
 
 
+def _own(spec: str) -> Score:
+    """The user's function. Runs their file."""
+    from experiments import own_reward
+
+    function = own_reward.load(spec)
+    return lambda problem, text: own_reward.value(function, problem["prompt"], text, problem["entry"])
+
+
+def _shipped(grader: Grader) -> Score:
+    if grader is Grader.task:
+        from experiments.data import tasks  # noqa: F401  (imported before the first clock runs)
+    elif grader is Grader.math_verify:
+        import math_verify  # noqa: F401
+    return SCORES[grader]
+
+
 if __name__ == "__main__":
     chosen = Grader[sys.argv[1]]
     if chosen is Grader.own:
-        from experiments import own_reward
-
-        function = own_reward.load(sys.argv[2])
-        serve(lambda problem, text: own_reward.value(function, problem["prompt"], text, problem["entry"]), partial=True)
-        sys.exit(0)
-    if chosen is Grader.task:
-        from experiments.data import tasks  # noqa: F401  (imported before the first clock runs)
-    elif chosen is Grader.math_verify:
-        import math_verify  # noqa: F401
-    serve(SCORES[chosen])
+        serve(lambda: _own(sys.argv[2]), partial=True)
+    else:
+        serve(lambda: _shipped(chosen))

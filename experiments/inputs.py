@@ -73,7 +73,8 @@ class DataConfig:
     that ``test`` is taken from: files, or ``path[#subset][:split][@revision]`` of the hub. ``hops`` are
     the lengths of table walks, in equal shares. ``loss_on`` chooses the turns of a conversation that are
     learned. A row that is no example stops the run, unless these are at most a share ``max_malformed`` of the
-    rows: then they are dropped, and counted.
+    rows: then they are dropped, and counted. ``revision`` pins a set of the hub to a commit, and files to their digest
+    (``experiments.data.records.digest``); empty, it pins nothing.
     """
 
     name: str = MISSING

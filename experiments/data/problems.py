@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -62,56 +62,58 @@ def load(config: DataConfig, answers: bool = True) -> Problems:
 
     Raises ConfigError for a source without verifiable answers, a malformed row (with its line), or too few.
     """
-    num_duplicates, num_malformed = 0, 0
-    notes: tuple[str, ...] = ()
+    found = _split(config, answers)
+    if len(found.train) < config.num_train or len(found.test) < config.num_test:
+        raise ConfigError(
+            f"data.num_train: {config.num_train} and data.num_test {config.num_test} were asked for; "
+            f"{config.name} has {len(found.train)} and {len(found.test)} distinct problems"
+        )
+    return replace(found, train=found.train[: config.num_train])
+
+
+def split(config: DataConfig, answers: bool = True) -> Problems:
+    """As ``load``, but as many problems as there are, up to those asked for."""
+    found = _split(config, answers)
+    return replace(found, train=found.train[: config.num_train])
+
+
+def _split(config: DataConfig, answers: bool) -> Problems:
+    """All problems that are not held out, and those that are."""
     if config.source is DataSource.reasoning_gym:
         test = _drawn(config, config.num_test, frozenset(), TEST_STREAM)
         train = _drawn(config, config.num_train, frozenset(p.prompt for p in test), 0)
-    elif config.source is DataSource.table_walk:
+        return Problems(tuple(train), tuple(test))
+    if config.source is DataSource.table_walk:
         train, test = (
             [_walk(walk) for walk in tables.draw_walks(num, config.hops, config.seed, stream)]
             for num, stream in ((config.num_train, 0), (config.num_test, TEST_STREAM))
         )
-    elif config.source in (DataSource.jsonl, DataSource.hub):
-        readers = [
-            Reader(
-                source_of(config, COLUMNS if answers else (), name),
-                _problem if answers else _asked,
-                EXPECTED if answers else PROMPTED,
-                config.max_malformed,
-            )
-            for name in (None, *config.held_out)
-        ]
-        read, *others = [list(reader()) for reader in readers]
-        for reader in readers:
-            reader.check()
-        elsewhere = [problem for found in others for problem in found]
-        num_malformed = sum(len(reader.malformed) for reader in readers)
-        notes = tuple(reader.left_out() for reader in readers if reader.malformed)
-        order = np.random.default_rng(config.seed).permutation(len(read))
-        shuffled = _distinct([read[i] for i in order])
-        held_out = _distinct(elsewhere)
-        test = (held_out or shuffled)[: config.num_test]
-        asked = {problem.prompt for problem in [*held_out, *test]}
-        train = [problem for problem in shuffled if problem.prompt not in asked]
-        num_duplicates = len(read) - len(train) - (0 if held_out else len(test)) + len(elsewhere) - len(held_out)
-    else:
+        return Problems(tuple(train), tuple(test))
+    if config.source not in (DataSource.jsonl, DataSource.hub):
         raise ConfigError(f"data.source: {config.source.name!r} is not allowed; rl needs problems with answers")
-    if len(train) < config.num_train or len(test) < config.num_test:
-        raise ConfigError(
-            f"data.num_train: {config.num_train} and data.num_test {config.num_test} were asked for; "
-            f"{config.name} has {len(train)} and {len(test)} distinct problems"
+    readers = [
+        Reader(
+            source_of(config, COLUMNS if answers else (), name),
+            _problem if answers else _asked,
+            EXPECTED if answers else PROMPTED,
+            config.max_malformed,
         )
-    return Problems(tuple(train[: config.num_train]), tuple(test), num_duplicates, num_malformed, notes)
-
-
-def num_distinct(config: DataConfig, answers: bool = True) -> int:
-    """How many different prompts a file or a set of the hub has. Raises ConfigError for malformed rows."""
-    reader = Reader(source_of(config, COLUMNS if answers else ()), _problem if answers else _asked,
-                    EXPECTED if answers else PROMPTED, config.max_malformed)  # fmt: skip
-    prompts = {problem.prompt for problem in reader()}
-    reader.check()
-    return len(prompts)
+        for name in (None, *config.held_out)
+    ]
+    read, *others = [list(reader()) for reader in readers]
+    for reader in readers:
+        reader.check()
+    elsewhere = [problem for found in others for problem in found]
+    num_malformed = sum(len(reader.malformed) for reader in readers)
+    notes = tuple(reader.left_out() for reader in readers if reader.malformed)
+    order = np.random.default_rng(config.seed).permutation(len(read))
+    shuffled = _distinct([read[i] for i in order])
+    held_out = _distinct(elsewhere)
+    test = (held_out or shuffled)[: config.num_test]
+    asked = {problem.prompt for problem in [*held_out, *test]}
+    train = [problem for problem in shuffled if problem.prompt not in asked]
+    num_duplicates = len(read) - len(train) - (0 if held_out else len(test)) + len(elsewhere) - len(held_out)
+    return Problems(tuple(train), tuple(test), num_duplicates, num_malformed, notes)
 
 
 def _distinct(found: list[Problem]) -> list[Problem]:

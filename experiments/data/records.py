@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -134,11 +135,35 @@ def source_of(config: DataConfig, columns: Sequence[str], held_out: str | None =
     """The records of a data set, or of a set that ``held_out`` names. Raises ConfigError if there are none."""
     path, subset, split, revision = parts(held_out) if held_out is not None else (
         config.path, config.subset, "train", config.revision)  # fmt: skip
+    if config.source is DataSource.jsonl and held_out is None:
+        check_pinned(config)
     found: Source = JsonLines(path) if config.source is DataSource.jsonl else HubSplit(
         path, subset, split, revision, columns)  # fmt: skip
     if not len(found):
         raise ConfigError(f"data.path: {found.where} is empty; it holds no example")
     return found
+
+
+def digest(config: DataConfig) -> str:
+    """First 12 hexadecimal digits of the SHA-256 of a JSONL set's bytes; where ``held_out`` names files, of the digests
+    of all of them, so that no row can move from one to the other unseen. Raises ConfigError if one cannot be read."""
+    found = []
+    for path in (config.path, *(parts(name)[0] for name in config.held_out)):
+        try:
+            with Path(path).open("rb") as file:
+                found.append(hashlib.file_digest(file, "sha256").hexdigest())
+        except OSError as error:
+            raise ConfigError(f"data.path: {path!r} cannot be read; {error.strerror}") from None
+    return (found[0] if len(found) == 1 else hashlib.sha256(" ".join(found).encode()).hexdigest())[:12]
+
+
+def check_pinned(config: DataConfig) -> None:
+    """Raises ConfigError if a JSONL set is no longer the one that ``revision`` pins; an empty one pins none."""
+    if not config.revision or (found := digest(config)) == config.revision:
+        return
+    files = " with ".join((config.path, *config.held_out))
+    raise ConfigError(f"data.revision: {config.revision!r} is pinned, but {files} is {found!r}; bring the old file "
+                      "back, or pin the new digest, which makes it another run")  # fmt: skip
 
 
 def parts(name: str) -> tuple[str, str, str, str]:

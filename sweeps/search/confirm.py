@@ -6,7 +6,6 @@ it learns cannot depend on them. Each seed has its own shuffle.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -136,7 +135,7 @@ def shuffled_data(data: DataConfig, seed: int, folder: Path) -> DataConfig:
 
     Written into ``folder`` as files; equal arguments give equal files.
     """
-    from experiments.data import dataset
+    from experiments.data import dataset, records
 
     rng = np.random.default_rng([seed, 0x5EED])
     paths, counts = [], []
@@ -151,10 +150,10 @@ def shuffled_data(data: DataConfig, seed: int, folder: Path) -> DataConfig:
             store.write_atomic(path, text)
         paths.append(path.resolve())
         counts.append(len(rows))
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:12]
-    return replace(data, name=f"{data.name}-shuffled", source=DataSource.jsonl, path=str(paths[0]), revision=digest,
+    made = replace(data, name=f"{data.name}-shuffled", source=DataSource.jsonl, path=str(paths[0]),
                    held_out=(str(paths[1]),), subset="", tasks=(), max_malformed=0.0,
                    num_train=counts[0], num_test=counts[1])  # fmt: skip
+    return replace(made, revision=records.digest(made))
 
 
 def _line(prompt: object, completion: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from experiments.config import ConfigError, LaunchConfig, MethodKind, arm_name
 from slurm.classes import CPU_PARAMETERS, Size, holds, trains
 from slurm.cluster import Cluster
 from sweeps import budget
-from sweeps.devices import devices
+from sweeps.devices import device_gib, devices
 from sweeps.grid import Point, Study
 from sweeps.plan import find
 from sweeps.pool import num_workers
@@ -52,17 +51,19 @@ class Quote:
         return sum(self.flops.values()) / len(self.flops)
 
 
-def fitting(study: Study, memory_gib: Mapping[str, float], room_gib: float, cluster: Cluster | None,
+def fitting(study: Study, memory_gib: Mapping[str, float], room_gib: float | None, cluster: Cluster | None,
             sizes: Mapping[str, Size]) -> tuple[Study, str]:  # fmt: skip
     """The study without the arms that fit nowhere, and why full fine-tuning is one of them ("" if it is not).
 
+    ``room_gib`` bounds a run, on a cluster too; None: not known, and nothing is left out for it.
     Raises ConfigError if an arm of LoRA does not fit.
     """
     left_out = ""
     for name, need in memory_gib.items():
-        if cluster is None:
-            fits, where = need <= room_gib, f"{room_gib:.3g} GiB are free for a run here"
-        else:
+        fits, where = True, ""
+        if room_gib is not None:
+            fits, where = need <= room_gib, f"{room_gib:.3g} GiB are free for a run"
+        if cluster is not None and fits:
             point = next(p for p in study.points if arm_name(p.config.method) == name)
             fits = any(holds(c, sizes[name], sizes[name].memory_gib(point.config.is_rl))
                        and trains(point.config, study.launch, c) for c in cluster.classes)  # fmt: skip
@@ -74,17 +75,17 @@ def fitting(study: Study, memory_gib: Mapping[str, float], room_gib: float, clus
     return replace(study, points=tuple(kept)), left_out
 
 
-def room_gib(launch: LaunchConfig, num_points: int) -> float:
-    """Memory that one run may take here: of its GPUs, or its worker's share of what is available."""
-    found = devices()
-    if found:
-        asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-        said = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=False).stdout.split()
-        return launch.processes * min(map(float, said), default=math.inf) / 1024
-    for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024 / GIB / num_workers(launch, num_points)
-    return math.inf
+def room_gib(launch: LaunchConfig, num_points: int) -> float | None:
+    """Memory that one run may take here: of its GPUs, or its worker's share of what is available; None if unknown."""
+    if devices():
+        each = device_gib()
+        return None if each is None else launch.processes * each
+    try:
+        told = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    free = [int(line.split()[1]) * 1024 / GIB for line in told if line.startswith("MemAvailable:")]
+    return free[0] / num_workers(launch, num_points) if free else None
 
 
 def memory_and_flops(study: Study) -> tuple[dict[str, float], dict[str, float], dict[str, Size]]:

@@ -41,7 +41,11 @@ def main(arguments: Sequence[str] | None = None, launcher: Launcher | None = Non
     try:
         cluster = choose(options.cluster)
         task = read(_asked(options))
-        room = options.memory_gib or quote.room_gib(task.study.launch, len(task.study.points))
+        room = _memory_gib(options.memory_gib)
+        if room is None and cluster is None:
+            room = quote.room_gib(task.study.launch, len(task.study.points))
+            if room is None:
+                warn("memory here is unknown, so whether a run fits is not checked; MEMORY_GIB= tells what it may take")
         memory, _, sizes = quote.memory_and_flops(task.study)
         study, left_out = quote.fitting(task.study, memory, room, cluster, sizes)
         if cluster is None:
@@ -145,6 +149,16 @@ def _launcher(root: Path, cluster: Cluster | None, detach: bool) -> Launcher:
     return launched
 
 
+def _memory_gib(text: str) -> float | None:
+    try:
+        found = float(text) if text else None
+    except ValueError:
+        found = math.nan
+    if found is not None and not 0 < found < math.inf:
+        raise ConfigError(f"MEMORY_GIB: {text!r} is not allowed; write the GiB that one run may take, such as 80")
+    return found
+
+
 def _asked(options: argparse.Namespace) -> Asked:
     start: tuple[float, ...] = ()
     if options.start:
@@ -176,7 +190,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", default="", help="at each arm's best LR")
     parser.add_argument("--start", default="", metavar="FULL,LORA", help="LRs that the search begins around")
     parser.add_argument("--budget", type=int, default=None, metavar="RUNS", help="runs at most")
-    parser.add_argument("--memory-gib", type=float, default=None, help="memory of a run; default: what is free here")
+    parser.add_argument("--memory-gib", default="", metavar="GIB", help="a run may take; default: what is free here")
     parser.add_argument("--cluster", default="auto", help="auto, local or a profile of conf/cluster")
     parser.add_argument("--detach", action="store_true", help="submit to the cluster and do not wait")
     parser.add_argument("--dry", action="store_true", help="say what it would cost, start nothing")

@@ -15,14 +15,11 @@ from typing import Any
 from experiments.compose import CONF_DIR, parse
 from experiments.config import ConfigError, DataConfig, DataSource, ModelSource, RunConfig, run_id
 from experiments.hub import HUB_ID
+from sweeps.display import warn
 from sweeps.grid import Study, expand_study
+from sweeps.search.rows import sized
 
 RANKS = (1, 16, 128)
-LEAST_ROWS = 64
-HELD_OUT_FRAC = 0.2
-HELD_OUT = (16, 1000)
-MOST_ROWS = 10_000
-"""Training rows taken unless more are asked for: a search trains on them dozens of times."""
 EPOCHS = 3
 LEAST_STEPS = 100
 FULL_LR = 5e-5
@@ -40,6 +37,11 @@ PAPER_BATCH = 32
 """Of a large model: the batch size at which the post's gap is small."""
 SMALL_BYTES = 400_000_000
 """Weights of a directory up to which a model is trained as the small ones of this repository are."""
+MODEL_FILES = ("config.json", "*.safetensors", "pytorch_model*.bin", "tokenizer*", "chat_template*", "vocab*",
+               "merges.txt", "added_tokens.json", "special_tokens_map.json")  # fmt: skip
+"""Of a model's directory, what transformers reads weights, tokenizer and chat template from."""
+SAID_GIB = 4.0
+"""From here on reading a model's files takes long enough to be said."""
 ANY_ARM = ("method=full", "optim.lr=1e-3")
 
 
@@ -89,6 +91,7 @@ def read(asked: Asked) -> Task:
     reward = reward_words(asked.reward) if asked.reward else []
     batch = [f"optim.batch_size={PAPER_BATCH}"] if scale == "paper" else []
     words = [f"scale={scale}", *model, *data_words(asked.data), *batch, *reward, *fixed]
+    words += pinned(parse([*words, *ANY_ARM])[0].data, given)
     probe, launch = parse([*words, *ANY_ARM])
     rows, train_tokens, notes = sized(probe, Path(launch.root) / "cache", given)
     words += rows
@@ -128,27 +131,27 @@ def _model(name: str, path: str, revision: str) -> list[str]:
 
 
 def fingerprint(folder: Path) -> str:
-    """Twelve hexadecimal digits of a model's directory: its configuration, and size, head and tail of its weights."""
+    """Twelve hexadecimal digits of a model's directory: all bytes of its configuration, weights and tokenizer, the chat
+    template among them. Generation settings are no part of it: nothing here reads them."""
     if not (folder / "config.json").is_file():
         raise ConfigError(f"MODEL: {str(folder)!r} holds no config.json; save a model there with save_pretrained")
-    found = hashlib.sha256((folder / "config.json").read_bytes())
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as weights:
-            size = file.stat().st_size
-            found.update(f"{file.name} {size}".encode() + weights.read(2**20))
-            weights.seek(max(0, size - 2**20))
-            found.update(weights.read())
+    files = sorted({file for pattern in MODEL_FILES for file in folder.glob(pattern) if file.is_file()})
+    gib = sum(file.stat().st_size for file in files) / 2**30
+    if gib > SAID_GIB:
+        warn(f"reading the {gib:.3g} GiB of {folder}, whose digest names the model: about {math.ceil(2 * gib)} s")
+    found = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as part:
+            found.update(f"{file.name} {hashlib.file_digest(part, 'sha256').hexdigest()}\n".encode())
     return found.hexdigest()[:12]
 
 
 def data_words(data: str) -> list[str]:
-    """Overrides of a JSONL file (pinned by its digest), a name in ``conf/data``, or ``OWNER/NAME`` of the hub."""
+    """Overrides of a JSONL file, a name in ``conf/data``, or ``OWNER/NAME`` of the hub."""
     file = Path(data)
     if file.is_file():
         name = re.sub(r"[^A-Za-z0-9.-]+", "-", file.stem)
-        digest = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
-        return ["data=own", f"data.name={quoted(name)}", f"data.path={quoted(str(file.resolve()))}",
-                f"data.revision={quoted(digest)}"]  # fmt: skip
+        return ["data=own", f"data.name={quoted(name)}", f"data.path={quoted(str(file.resolve()))}"]
     if (CONF_DIR / "data" / f"{data}.yaml").is_file() and data != "own":
         return [f"data={data}"]
     path, _, revision = data.partition("@")
@@ -159,6 +162,15 @@ def data_words(data: str) -> list[str]:
     raise ConfigError(f"DATA: {data!r} is not there; name a JSONL file, OWNER/NAME of the hub, or one of {known}")
 
 
+def pinned(data: DataConfig, given: set[str]) -> list[str]:
+    """The override that pins the bytes of local files, those held out among them; the runs refuse others."""
+    from experiments.data import records
+
+    if data.source is not DataSource.jsonl or "data.revision" in given:
+        return []
+    return [f"data.revision={quoted(records.digest(data))}"]
+
+
 def reward_words(reward: str) -> list[str]:
     """Overrides of reinforcement learning with a reward of the user's own. Raises ConfigError if it has no digest."""
     from experiments import own_reward
@@ -166,74 +178,6 @@ def reward_words(reward: str) -> list[str]:
     file, name = own_reward.parts(reward)
     spec = f"{file.resolve()}:{name}"
     return [*RL, "rl.grader=own", f"rl.reward={quoted(spec)}", f"rl.reward_digest={quoted(own_reward.digest(spec))}"]
-
-
-def sized(probe: RunConfig, cache: Path, given: set[str]) -> tuple[list[str], int, tuple[str, ...]]:
-    """(overrides of the split and the longest sequence, completion tokens of the training set, what is to be said).
-
-    Of rows without a held-out set of their own a fifth is held out. Raises ConfigError for malformed or too few rows.
-    """
-    from experiments import models, own_reward
-    from experiments.data import dataset, problems
-
-    own = probe.data.source in (DataSource.jsonl, DataSource.hub) and "data.num_train" not in given
-    num_rows = 0
-    if own and probe.is_rl:
-        num_rows = problems.num_distinct(probe.data, answers=False)
-    elif own:
-        num_rows = _num_pairs(probe.data)
-    words = _split_words(probe.data, num_rows, given) if own else []
-    tokenizer = models.load_tokenizer(probe.model, cache)
-    if probe.is_rl:
-        found = problems.load(_with(probe.data, words), answers=False)
-        for completion in ("", "0"):  # a model may say nothing
-            record = found.train[0].record()
-            own_reward.try_out(probe.rl.reward, record, completion, probe.rl.grade_limit_s)
-        longest = max(len(dataset.encode_prompt(tokenizer, p.prompt)) for p in (*found.train, *found.test))
-        tokens, notes = 0, found.notes
-    else:
-        longest, tokens = _tokens(_with(probe.data, words), tokenizer)
-        notes = ()
-    if own and "data.max_tokens" not in given:
-        words.append(f"data.max_tokens={min(probe.data.max_tokens, 2 ** max(6, math.ceil(math.log2(longest))))}")
-    return words, tokens, notes if probe.is_rl else dataset.load(_with(probe.data, words), tokenizer).notes
-
-
-def _split_words(data: DataConfig, num_rows: int, given: set[str]) -> list[str]:
-    if num_rows < LEAST_ROWS:
-        raise ConfigError(f"DATA: {data.path} holds {num_rows} different rows; {LEAST_ROWS} or more are needed")
-    low, high = HELD_OUT
-    fixed = data.held_out or "data.num_test" in given
-    num_test = data.num_test if fixed else min(high, max(low, round(num_rows * HELD_OUT_FRAC)))
-    num_train = min(num_rows - (0 if data.held_out else num_test), MOST_ROWS)
-    return [f"data.num_train={num_train}", f"data.num_test={num_test}"]
-
-
-def _with(data: DataConfig, words: Sequence[str]) -> DataConfig:
-    parts = (word.removeprefix("data.").partition("=") for word in words)
-    values: dict[str, Any] = {key: int(value) for key, _, value in parts}
-    return replace(data, **values)
-
-
-def _num_pairs(data: DataConfig) -> int:
-    """Different rows, as many as are of use; malformed ones are refused."""
-    from experiments.data import dataset
-
-    train, test = dataset.split(replace(data, num_train=MOST_ROWS + HELD_OUT[1], num_test=1))
-    return len(train) + (0 if data.held_out else len(test))
-
-
-def _tokens(data: DataConfig, tokenizer: Any) -> tuple[int, int]:
-    """(longest sequence, completion tokens of the training set)."""
-    from experiments.data import dataset
-    from experiments.losses import IGNORED
-
-    train, test = (
-        [dataset.encode(tokenizer, *pair, data.max_tokens, data.loss_on) for pair in pairs]
-        for pairs in dataset.split(data)
-    )
-    longest = max((len(row["input_ids"]) for row in (*train, *test)), default=1)
-    return longest, sum(label != IGNORED for row in train for label in row["labels"])
 
 
 def _steps(words: Sequence[str], given: set[str]) -> list[str]:
@@ -257,23 +201,21 @@ def _ranks(asked: Asked, words: Sequence[str], shapes: Any) -> tuple[tuple[int, 
     """The ranks, and what is to be said: default ones that the model cannot have give way to the next it can."""
     from experiments import adapters
 
-    def possible(rank: int) -> bool:
-        try:
-            check(rank)
-        except ConfigError:
-            return False
-        return True
-
-    def check(rank: int) -> None:
-        lora, _ = parse([*words, "method=lora", f"method.rank={rank}", *_lora(asked), "optim.lr=1e-3"])
-        adapters.check_rank(shapes, lora.method)
-
+    lora, _ = parse([*words, "method=lora", "method.rank=1", *_lora(asked), "optim.lr=1e-3"])
     if asked.ranks:
         for rank in asked.ranks:
-            check(rank)
+            adapters.check_rank(shapes, replace(lora.method, rank=rank))
         return tuple(sorted(asked.ranks)), ()
-    every = [rank for rank in range(1, max(RANKS) + 1) if possible(rank)]
-    ranks = tuple(sorted({min(every, key=lambda rank: abs(math.log(rank / wanted))) for wanted in RANKS}))
+    possible, why = [], ""
+    for rank in range(1, max(RANKS) + 1):
+        try:
+            adapters.check_rank(shapes, replace(lora.method, rank=rank))
+            possible.append(rank)
+        except ConfigError as error:
+            why = str(error)
+    if not possible:
+        raise ConfigError(f"RANKS: the model can have none of 1 to {max(RANKS)}; {why}")
+    ranks = tuple(sorted({min(possible, key=lambda rank: abs(math.log(rank / wanted))) for wanted in RANKS}))
     said = f"ranks {','.join(map(str, ranks))}: the model cannot have all of {','.join(map(str, RANKS))}"
     return ranks, () if ranks == RANKS else (said,)
 

@@ -52,7 +52,7 @@ def score(problem, text):
         subprocess.run(["echo", "a child's words"])
     if text in ("flood", "eat"): return 1.0
     return None if text == "none" else float(text)
-serve(score)
+serve(lambda: score)
 """
 BARE = """
 import sys, time
@@ -130,7 +130,7 @@ def is_running(pid: int) -> bool:
         ("word", CRASH, True),
         ("eat", CRASH, True),
         ("die", CRASH, False),
-        ("leave", CRASH, False),
+        ("leave", CRASH, True),
         ("killed", CRASH, False),
         ("flood", RIGHT, True),
         ("none", NO_ANSWER, True),

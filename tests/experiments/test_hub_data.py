@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -14,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from experiments import chat, models
 from experiments.compose import parse
 from experiments.config import ChatTemplate, ConfigError, DataConfig, DataSource, LossOn, run_id
-from experiments.data import dataset, problems
+from experiments.data import dataset, problems, records
 from experiments.losses import IGNORED
 from experiments.run import execute
 
@@ -236,3 +238,26 @@ def test_padding_is_not_learned_where_it_is_the_end_token(tmp_path: Path, tiny_o
     lines = (Path(launch.root) / run_id(config) / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["train/num_tokens"] for line in lines[1:]] == counted
     assert len({len(row["input_ids"]) for row in data.train}) > 1  # there was something to pad
+
+
+def test_file_whose_digest_is_pinned_is_refused_once_it_changed(tmp_path: Path) -> None:
+    rows = [json.dumps({"prompt": f"p{n}", "answer": f"{n}", "completion": "c"}) + "\n" for n in range(90)]
+    file, apart = tmp_path / "d.jsonl", tmp_path / "held.jsonl"
+    file.write_text("".join(rows[:70]))
+    apart.write_text("".join(rows[70:]))
+    alone = config_of(file, num_train=50)
+    assert records.digest(alone) == hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+    both = dataclasses.replace(alone, held_out=(str(apart),))
+    pinned = [dataclasses.replace(data, revision=records.digest(data)) for data in (alone, both)]
+    loads = (lambda c: dataset.load(c, tiny_tokenizer()), problems.load, dataset.split)
+    for load in loads:
+        assert all(load(data) for data in pinned)
+    file.write_text("".join(rows[:69]))
+    apart.write_text("".join(rows[69:]))  # all bytes in a row are what they were
+    for data in pinned:
+        for load in loads:
+            changed = dataclasses.replace(data, seed=1)  # what was read before is kept
+            with pytest.raises(ConfigError, match=f"data.revision: '{data.revision}' is pinned, but .*d.jsonl") as said:
+                load(changed)
+            assert f"is '{records.digest(data)}'; bring the old file back, or pin the new" in str(said.value)
+    assert dataset.load(both, tiny_tokenizer()).test  # unpinned: whatever is there

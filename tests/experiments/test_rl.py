@@ -137,7 +137,7 @@ def score(problem, text):
     print("x" * 10_000_000)
     return 1.0
 
-serve(score)
+serve(lambda: score)
 """
 
 

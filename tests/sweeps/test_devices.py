@@ -12,7 +12,8 @@ import torch
 from experiments.config import LaunchConfig
 from experiments.run import prepare_process
 from sweeps import pool
-from sweeps.devices import devices, pinned
+from sweeps.devices import device_gib, devices, pinned
+from sweeps.search.quote import room_gib
 
 
 @pytest.fixture
@@ -45,6 +46,29 @@ def test_runs_of_several_processes_take_as_many_devices(driver) -> None:
 def test_broken_driver_is_no_device(driver) -> None:
     driver("NVIDIA-SMI has failed", code=9)
     assert devices() == () and pinned(0, devices()) == {}
+
+
+def test_memory_is_that_of_the_smallest_device(driver) -> None:
+    driver("81559\\n40960\\n")
+    assert device_gib() == 40.0 and room_gib(LaunchConfig(processes=2), 100) == 80.0
+
+
+@pytest.mark.parametrize("text", ["[N/A]\\n", "81559\\n[Not Supported]\\n", "", "'; exec sleep 60; printf '"])
+def test_memory_that_the_driver_does_not_tell_is_unknown(driver, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr("sweeps.devices.PATIENCE_S", 0.3)
+    driver(text)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert devices() and device_gib() is None and room_gib(LaunchConfig(), 100) is None
+
+
+def test_memory_without_a_driver_or_meminfo_is_unknown(monkeypatch: pytest.MonkeyPatch, forbid, tmp_path) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert room_gib(LaunchConfig(), 100) is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert (room_gib(LaunchConfig(), 100) or 0) > 0
+    forbid(Path("/proc/meminfo"))
+    assert room_gib(LaunchConfig(), 100) is None
 
 
 @pytest.mark.parametrize(("given", "found"), [("2,3", ("2", "3")), ("", ()), ("-1", ()), ("GPU-8a1b", ("GPU-8a1b",))])
