@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import time
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,10 @@ def test_worker_is_started_with_its_device_alone(driver, tmp_path: Path) -> None
     assert isinstance(started.inbox, queue.SimpleQueue)
     worker = started._start(1)
     try:
-        environment = Path(f"/proc/{worker.process.pid}/environ").read_bytes().split(b"\0")
+        environment: list[bytes] = []
+        until = time.monotonic() + 10
+        while len(environment) < 2 and time.monotonic() < until:  # it is empty at the moment of the exec
+            environment = Path(f"/proc/{worker.process.pid}/environ").read_bytes().split(b"\0")
         assert b"CUDA_VISIBLE_DEVICES=1" in environment and b"OMP_NUM_THREADS=1" in environment
     finally:
         worker.process.kill()
