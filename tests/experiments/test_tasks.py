@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -88,3 +89,10 @@ def test_mixture_has_equal_shares_shuffled_by_seed() -> None:
 def test_bad_input_is_named(call, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_example_rows_of_the_readme_are_drawn_from_the_finetuning_tasks() -> None:
+    """``docs/rows.jsonl``: to make it again, write these rows."""
+    rows = [{"prompt": e.prompt, "completion": e.completion} for e in generate_mixture(FINETUNE_TASKS, 500, seed=1)]
+    file = Path(__file__).parents[2] / "docs" / "rows.jsonl"
+    assert file.read_text(encoding="utf-8") == "".join(json.dumps(row) + "\n" for row in rows)
