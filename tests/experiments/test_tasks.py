@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.compose import parse
 from experiments.data.tasks import (
     BASE_TASKS,
     FINETUNE_TASKS,
@@ -91,8 +92,9 @@ def test_bad_input_is_named(call, message: str) -> None:
         call()
 
 
-def test_example_rows_of_the_readme_are_drawn_from_the_finetuning_tasks() -> None:
+def test_example_rows_of_the_readme_are_drawn_from_the_tasks_of_symbols() -> None:
     """``docs/rows.jsonl``: to make it again, write these rows."""
-    rows = [{"prompt": e.prompt, "completion": e.completion} for e in generate_mixture(FINETUNE_TASKS, 500, seed=1)]
+    tasks = parse(["data=mini-symbols", "optim.lr=1e-3"])[0].data.tasks
+    rows = [{"prompt": e.prompt, "completion": e.completion} for e in generate_mixture(tasks, 500, seed=1)]
     file = Path(__file__).parents[2] / "docs" / "rows.jsonl"
     assert file.read_text(encoding="utf-8") == "".join(json.dumps(row) + "\n" for row in rows)
