@@ -4,10 +4,10 @@ Rules, fixed before any run was read:
 
 Learned     an arm that ends below the base's loss by more than a floor (``floor``), with its seeds significantly so.
             Where a control ran (the same completions on shuffled prompts), its loss must be beaten by more than two
-            SDs of the difference: else only the form of the completions was learned. What training added is the
-            excess, the gain over the base beyond the control's own: a base may know before training which
-            completion belongs to which prompt. Where the excess does not show more than two SDs, the advice stands
-            and says so: a control that unlearns what the base knew gains by that too, so a small excess is no proof.
+            SDs of the difference: else only the form of the completions was learned. A base may know before training
+            which completion belongs to which prompt; what training added to that is shown where the excess, the gain
+            over the base beyond the control's own, passes the same test. Where it does not, that is not told: a
+            control gains too by unlearning what the base makes of a prompt.
 Regret      the loss of an arm minus that of full fine-tuning, each at its best LR, paired by seed (``judges.common``).
 Suffices    the regret is shown to be below the margin (one-sided, 95 %): the larger of two seed SDs and 2 % of what is
             gained over the control (in reinforcement learning: over the base), the share that a usable LR may lose

@@ -45,13 +45,6 @@ def answer(advice: Advice) -> list[str]:
     assert choice is not None
     lines = [f"**Take {_label(advice, choice)} at a learning rate of {choice.lr:.2g}.**{_lr_interval(choice)}"]
     lines += _reasons(advice, choice)
-    if advice.control is not None and not advice.added:
-        lines.append(
-            "Undecided whether training added anything that depends on the prompts: it gained "
-            f"{_estimate(advice.control.excess)}{unit} more than on shuffled prompts, and the base alone was "
-            f"{advice.control.base:.3f}{unit} better on the real ones. Some or all of the gain of "
-            f"{advice.gain:.3f}{unit} is the form of the completions."
-        )
     return lines
 
 
@@ -144,11 +137,16 @@ def how(advice: Advice) -> list[str]:
             "difference that is not significant shows nothing."
         )
     if advice.control is not None and advice.learned == "yes":
-        added = "what training added depends on them" if advice.added else "no proof that training added any of that"
+        excess = f"the gain on the real prompts exceeds the control's by {_estimate(advice.control.excess)}"
+        added = (
+            f"Training added to it: {excess}."
+            if advice.added
+            else "Whether training added to it or the base brought it all along cannot be told: "
+            f"{excess}, and a control gains too by unlearning what the base makes of a prompt."
+        )
         lines.append(
-            f"Control: on shuffled prompts the loss is {_estimate(advice.control.over)} higher (of the base alone "
-            f"{advice.control.base:.3f}). The gain on the real prompts exceeds the control's by "
-            f"{_estimate(advice.control.excess)}: {added}."
+            f"Control: trained on shuffled prompts the loss is {_estimate(advice.control.over)} higher (of the base "
+            f"alone {advice.control.base:.3f}), so what the tuned model says depends on the prompts. {added}"
         )
     if not setting.is_rl:
         lines.append(f"A gain counts from {100 * FLOOR_FRAC:g} % of the base's loss on.")

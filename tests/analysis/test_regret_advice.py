@@ -189,7 +189,8 @@ def test_what_the_base_knew_of_the_prompts_is_no_gain_of_training(before: float,
     assert advice.control is not None and advice.control.base == pytest.approx(before - BASE)
     assert advice.control.excess.value == pytest.approx(1.0 - (before - BASE), abs=0.005)
     assert advice.learned == "yes" and advice.choice is not None and advice.added is added
-    assert ("Undecided whether training added anything that depends on the prompts" in told(advice)) is not added
+    assert ("Training added to it" in told(advice)) is added
+    assert ("or the base brought it all along cannot be told" in told(advice)) is not added
     gained = max(0.0, advice.control.excess.value)
     assert advice.margin == pytest.approx(max(2 * advice.noise, 0.02 * gained))
 
