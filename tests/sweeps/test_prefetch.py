@@ -174,6 +174,15 @@ def test_runs_read_the_pinned_copy_and_say_its_commit(fake_hub: SimpleNamespace,
     assert ENVIRONMENT["HF_HUB_OFFLINE"] == "1"
 
 
+def test_what_no_study_takes_is_said_as_the_study_says_it(
+    empty_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert prefetch.main(["all", "modle=x"]) == 2 and prefetch.main(["all", "--scale", "papr"]) == 2
+    override, scale = capsys.readouterr().err.splitlines()
+    assert override.startswith("error: modle=x: 'modle' is not a field; ")
+    assert scale.startswith("error: scale: 'papr' is not allowed for study ")
+
+
 def test_unreadable_pins_are_one_line(empty_cache: Path) -> None:
     empty_cache.mkdir()
     (empty_cache / hub.PINS).write_text("{")
