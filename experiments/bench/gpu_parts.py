@@ -27,6 +27,7 @@ from experiments import adapters, architectures, cost, kernels, memory, models
 from experiments.config import (
     Attention,
     Checkpointing,
+    ConfigError,
     DataConfig,
     DataSource,
     Dtype,
@@ -350,7 +351,7 @@ def main() -> int:
             break
         try:
             row = measure()
-        except ValueError as error:  # what is not installed
+        except ConfigError as error:  # what is not installed
             row = {"skipped": str(error)}
         except Exception as error:  # out of memory, a kernel that fails: the next setting may do
             row = {"failed": f"{type(error).__name__}: {(str(error) or '-').splitlines()[0]}"}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from experiments.bench import gpu
+from experiments.bench import gpu, gpu_parts
+from experiments.config import ConfigError
 
 PROJECT = Path(__file__).resolve().parents[2]
 BARE = """
@@ -63,7 +66,9 @@ SCRIPT = """
     part = sys.argv[1]
     names = [f"{part} a", f"{part} b"]
     row = {"part": part, "setting": names[0], "step_ms": 1.5, "finding": "x|y", "good": GOOD}
-    print(json.dumps(names), json.dumps(row), sep=chr(10), flush=True)
+    print("{", json.dumps(names), "a library's word", json.dumps(row), "7", sep=chr(10), flush=True)
+    if part == "parity":
+        print(json.dumps(row | {"setting": names[1]}))
     if part == "training":
         time.sleep(60)
     if part == "packed":
@@ -86,8 +91,32 @@ def test_a_table_comes_whatever_hangs_or_breaks(
     assert "| parity | parity a | 1.5 |  |  |  | x/y: " + ("good" if good else "TOO MUCH") + " |" in table
     assert "| training | training b |  |  |  |  | skipped: out of time |" in table
     assert "failed: its process ended with code 1: CUDA error: an illegal address |" in table
-    assert "3 measured, 2 skipped, 1 failed" in table
+    assert "4 measured, 1 skipped, 1 failed" in table
     assert len(json.loads((tmp_path / "gpu.json").read_text())["rows"]) == 6
+
+
+def test_part_that_ends_before_its_time_and_its_rows_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, script = subprocess.Popen, "print('[\"a\"]'); import sys; print('lost', file=sys.stderr)"
+    monkeypatch.setattr(gpu.subprocess, "Popen", lambda words, **how: start([sys.executable, "-c", script], **how))
+    options = argparse.Namespace(device="cpu", tiny=True)
+    assert gpu.run_part("parity", options, 60.0) == [
+        {"part": "parity", "setting": "a", "failed": "its process ended with code 0: lost"}
+    ]
+    assert "out of time" in gpu.run_part("parity", options, 0.0)[0]["skipped"]
+
+
+def test_refused_setting_is_skipped_and_an_error_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def raising(error: Exception) -> gpu.Row:
+        raise error
+
+    settings = {"a": partial(raising, ConfigError("not installed")), "b": partial(raising, ValueError("no shape"))}
+    monkeypatch.setattr(gpu_parts.Bench, "parity", lambda self: settings)
+    monkeypatch.setattr(sys, "argv", ["gpu_parts", "parity", "--device", "cpu", "--tiny"])
+    assert gpu_parts.main() == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()[1:]]
+    assert rows[0]["skipped"] == "not installed" and rows[1]["failed"] == "ValueError: no shape"
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
