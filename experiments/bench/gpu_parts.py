@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import math
 import statistics
@@ -149,6 +150,7 @@ class Bench:
     @contextlib.contextmanager
     def peak(self, row: Row) -> Iterator[None]:
         """Record the most memory that tensors took inside, of a GPU."""
+        gc.collect()  # an adapted model of before refers to itself
         if self.on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -226,10 +228,14 @@ class Bench:
         alone: dict[tuple[str, int, str], dict[int, float]] = {}
 
         def row(name: str, rank: int, tokens: int, num: int, mode: str) -> Row:
-            planned = self._pack_bytes(name, rank, tokens * num, num)
-            found: Row = {} if mode == "peft" else {"planned_gib": planned / 2**30}
-            if self.on_gpu and planned > memory.USABLE_FRAC * memory.device_bytes():
-                return {**found, "skipped": "the plan does not fit"}
+            found: Row = {}
+            if mode == "peft":
+                self._kept = None  # an idle base would count among PEFT's memory
+            else:
+                planned = self._pack_bytes(name, rank, tokens * num, num)
+                found["planned_gib"] = planned / 2**30
+                if self.on_gpu and planned > memory.USABLE_FRAC * memory.device_bytes():
+                    return {**found, "skipped": "the plan does not fit"}
             with self.peak(found):
                 make = self._peft_step if mode == "peft" else self._pack_step
                 step = make(name, rank, tokens, num)
@@ -271,7 +277,7 @@ class Bench:
         with torch.device("meta"):
             shapes = models.AutoModelForCausalLM.from_config(self.plan.shapes[name])
         sites = adapters.sites(shapes, MethodConfig(rank=rank))
-        return LoRALayout(self._base(name).matrices, [site.name for site in sites], rank)
+        return LoRALayout(Decoder(shapes).matrices, [site.name for site in sites], rank)
 
     def _pack_step(self, name: str, rank: int, tokens: int, num: int) -> Callable[[], None]:
         place, decoder = self._layout(name, rank), self._base(name)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 
 from experiments.bench import gpu, gpu_parts
 from experiments.config import ConfigError
+from experiments.packed.decoder import Decoder
 
 PROJECT = Path(__file__).resolve().parents[2]
 BARE = """
@@ -117,6 +121,24 @@ def test_refused_setting_is_skipped_and_an_error_is_a_failure(
     assert gpu_parts.main() == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()[1:]]
     assert rows[0]["skipped"] == "not installed" and rows[1]["failed"] == "ValueError: no shape"
+
+
+def test_memory_of_peft_holds_no_packed_base_and_no_model_of_before() -> None:
+    def alive() -> set[int]:
+        return {id(found) for found in gc.get_objects() if issubclass(type(found), PeftModel | Decoder)}
+
+    before = alive()
+    bench = gpu_parts.Bench(gpu_parts.plan_of(tiny=True), torch.device("cpu"))
+    bench.plan = replace(bench.plan, tokens=(16,), arms=(1,), ranks=(2,))
+    peft, packed = bench.packed().values()
+    bench._pack_bytes("tiny", 2, 16, 1)
+    assert bench._kept is None  # a plan takes shapes alone
+    packed()
+    assert bench._kept is not None
+    peft()
+    assert bench._kept is None
+    with bench.peak({}):
+        assert alive() <= before
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
