@@ -247,10 +247,10 @@ class Bench:
             elif tokens in singles:
                 of_peft = alone.get((name, rank, "peft"), {}).get(tokens, math.nan)
                 law = _law(singles)
-                said = f"; law {replace(law, num_tokens=tokens).gain(num):.2f}, b_half {law.b_half:.0f}" if law else ""
+                said = f"{replace(law, num_tokens=tokens).gain(num):.2f}, b_half {law.b_half:.0f}" if law else "-"
                 found["finding"] = (
                     f"{num * singles[tokens] / taken_s:.2f} times faster than one by one, "
-                    f"{num * of_peft / taken_s:.2f} than PEFT{said}"
+                    f"{num * of_peft / taken_s:.2f} than PEFT; law {said}"
                 )
             return found
 
@@ -329,12 +329,13 @@ def _arm(rank: int) -> str:
 
 
 def _law(singles: dict[int, float]) -> Timing | None:
-    """T(b) = tau + w b by least squares over the arms measured alone; None with fewer than two."""
+    """T(b) = tau + w b by least squares over the arms measured alone; None with fewer than two, or where more tokens
+    took no longer: then all of it is tau, and there is no w to tell."""
     if len(singles) < 2:
         return None
     b, t = (torch.tensor(list(values), dtype=torch.float64) for values in (singles.keys(), singles.values()))
-    w = max(float(((b - b.mean()) * (t - t.mean())).sum() / ((b - b.mean()) ** 2).sum()), 1e-12)
-    return Timing(max(float(t.mean() - w * b.mean()), 0.0), w, 1)
+    w = float(((b - b.mean()) * (t - t.mean())).sum() / ((b - b.mean()) ** 2).sum())
+    return None if w <= 0 else Timing(max(float(t.mean() - w * b.mean()), 0.0), w, 1)
 
 
 PARTS = ("parity", "training", "packed")

@@ -141,6 +141,13 @@ def test_memory_of_peft_holds_no_packed_base_and_no_model_of_before() -> None:
         assert alive() <= before
 
 
+def test_law_is_the_line_through_single_arms_and_none_where_it_does_not_rise() -> None:
+    law = gpu_parts._law({16: 0.5, 64: 0.8, 256: 2.0})  # 0.4 + b / 160
+    assert law is not None and law.tau_s == pytest.approx(0.4) and law.b_half == pytest.approx(64)
+    for singles in ({16: 0.5}, {16: 0.5, 64: 0.5}, {16: 0.5, 64: 0.4}):
+        assert gpu_parts._law(singles) is None
+
+
 def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--device", "cpu", "--out", str(tmp_path)]) == 2
     if not torch.cuda.is_available():
