@@ -299,16 +299,17 @@ class Bench:
         return step
 
     def _pack_bytes(self, name: str, rank: int, num_tokens: int, num: int) -> float:
-        """The base in 16 bit, K arms with moments, gradients and factors, activations and logits of all tokens."""
-        dims = models.dims(self.plan.shapes[name])
+        """The base in 16 bit, K arms with moments, gradients and factors, activations and logits of all tokens; in the
+        merged form also K of each adapted matrix with their gradients, and in fp32 those of one at a time."""
+        dims, place = models.dims(self.plan.shapes[name]), self._layout(name, rank)
         layers = (
             dims.num_layers * dims.width * (2 * dims.head_dim * (dims.num_heads + dims.num_kv_heads) + 3 * dims.ffn)
         )
         base = 2.0 * (layers + 2 * dims.vocab * dims.width)
+        sizes = [math.prod(part.shape) for part, _, _ in place.pairs()]
+        merged = num * (4.0 * sum(sizes) + 4.0 * max(sizes)) if kind(place, num_tokens // num).merged else 0.0
         activations = cost.activation_bytes(dims, num_tokens, 2.0, rank)
-        return (
-            base + 22.0 * num * self._layout(name, rank).length + activations + 3 * cost.logits_bytes(dims, num_tokens)
-        )
+        return base + merged + 22.0 * num * place.length + activations + 3 * cost.logits_bytes(dims, num_tokens)
 
     def _graph(self, step: Callable[[], None]) -> Callable[[], None]:
         """The step captured once and replayed."""

@@ -19,6 +19,7 @@ from peft import PeftModel
 from experiments.bench import gpu, gpu_parts
 from experiments.config import ConfigError
 from experiments.packed.decoder import Decoder
+from experiments.packed.pack import Kind
 
 PROJECT = Path(__file__).resolve().parents[2]
 BARE = """
@@ -146,6 +147,14 @@ def test_law_is_the_line_through_single_arms_and_none_where_it_does_not_rise() -
     assert law is not None and law.tau_s == pytest.approx(0.4) and law.b_half == pytest.approx(64)
     for singles in ({16: 0.5}, {16: 0.5, 64: 0.5}, {16: 0.5, 64: 0.4}):
         assert gpu_parts._law(singles) is None
+
+
+def test_plan_of_merged_arms_holds_a_copy_and_a_gradient_of_each_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = gpu_parts.Bench(gpu_parts.plan_of(tiny=True), torch.device("cpu"))
+    merged = bench._pack_bytes("tiny", 16, 3 * 64, 3)
+    monkeypatch.setattr(gpu_parts, "kind", lambda place, num_tokens: Kind(False, num_tokens))
+    layer, largest = 4 * 32 * 32 + 3 * 32 * 64, 32 * 64
+    assert merged - bench._pack_bytes("tiny", 16, 3 * 64, 3) == 3 * (2 * (2 + 2) * layer + 4 * largest)
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
