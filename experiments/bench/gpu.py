@@ -1,9 +1,10 @@
 """What a GPU makes of it, in at most eight minutes: ``make test-gpu``, or ``python -m experiments.bench.gpu [--tiny]``.
 
 For a machine with one GPU and no network that has torch, transformers, PEFT and accelerate. Three parts, each in a
-process of its own that is ended when its time is up: bf16 and each kernel against fp32; time, FLOP/s and memory of
-LoRA and full fine-tuning beside the plan; arms packed against arms alone. Prints one table, whatever was reached, and
-writes it as Markdown and JSON. ``--tiny`` measures nothing of interest, in seconds, on a CPU too.
+process of its own that is ended when its time is up: bf16 and each kernel against fp32, and packed arms against PEFT;
+time, FLOP/s and memory of LoRA and full fine-tuning beside the plan; arms packed against arms alone and PEFT's. Prints
+one table, whatever was reached, and writes it as Markdown and JSON. ``--tiny`` measures nothing of interest, in
+seconds, on a CPU too.
 """
 
 from __future__ import annotations

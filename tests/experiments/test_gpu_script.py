@@ -19,7 +19,7 @@ from peft import PeftModel
 from experiments.bench import gpu, gpu_parts
 from experiments.config import ConfigError
 from experiments.packed.decoder import Decoder
-from experiments.packed.pack import Kind
+from experiments.packed.pack import Kind, Pack
 
 PROJECT = Path(__file__).resolve().parents[2]
 BARE = """
@@ -59,7 +59,7 @@ def test_every_part_runs_without_trl_hydra_and_the_rest() -> None:
         f"tiny {arm} bf16 flash" for arm in ("full", "r16")
     ]
     parity = [row for row in rows.values() if row["part"] == "parity" and "skipped" not in row]
-    assert len(parity) == 8 and all(row["good"] for row in parity)
+    assert len(parity) == 8 + 2 and all(row["good"] for row in parity)
     assert all(row["tflops"] > 0 and row["planned_gib"] > 0 for row in rows.values() if row["part"] == "training")
     assert "of full fine-tuning's time, 0.7" in rows["tiny r2, 32 tokens"]["finding"]
     for rank in (2, 16):  # the larger one is computed merged
@@ -140,6 +140,21 @@ def test_memory_of_peft_holds_no_packed_base_and_no_model_of_before() -> None:
     assert bench._kept is None
     with bench.peak({}):
         assert alive() <= before
+
+
+def test_packed_arms_are_held_against_peft_on_the_same_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = gpu_parts.Bench(gpu_parts.plan_of(tiny=True), torch.device("cpu"))
+    rows = {name: row for name, row in bench.parity().items() if name.endswith("against PEFT")}
+    assert list(rows) == [f"tiny r{rank} bf16, packed arms against PEFT" for rank in (2, 16)]
+    monkeypatch.setattr(Pack, "step", lambda self: None)
+    assert not any(row()["good"] for row in rows.values())
+    _, model, _ = bench._peft("tiny", 2, 16)
+    assert {(p.dtype, p.requires_grad) for p in model.parameters()} == {(torch.bfloat16, False), (torch.float32, True)}
+    decoder = bench._base("tiny")
+    named = {
+        name.removeprefix("base_model.model.").replace(".base_layer", ""): p for name, p in model.named_parameters()
+    }
+    assert all(torch.equal(named[part.name], decoder.base[part.name]) for part in decoder.parts)
 
 
 def test_law_is_the_line_through_single_arms_and_none_where_it_does_not_rise() -> None:
