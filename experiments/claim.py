@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from experiments.checks import ConfigError
 from experiments.config import filled
 from experiments.store import (
     FORMAT,
@@ -203,7 +204,8 @@ class RunWriter:
         """Where this attempt's steps come from, in provenance.json.
 
         ``earlier`` in it are attempts that left a checkpoint to go on from, oldest first, where they differ in more
-        than the time: part of the result is theirs.
+        than the time: part of the result is theirs. Raises ConfigError if one of them read other commits of the hub:
+        the run's id holds the revision, which may be a branch.
         """
         attempts: list[Mapping[str, Any]] = []
         if checkpoints(self.path):
@@ -212,8 +214,20 @@ class RunWriter:
                 attempts = [*last.pop("earlier", []), last]
             except StoreError as error:
                 self.notes.append(f"the attempt before this left no provenance: {error}")
+        for old in attempts:
+            self._check_commits(old.get("hub", {}), record.get("hub", {}))
         different = [old for old in attempts if {**old, "time_unix_s": 0} != {**record, "time_unix_s": 0}]
         self.write("provenance.json", {**record, **({"earlier": different} if different else {})})
+
+    def _check_commits(self, recorded: Mapping[str, str | None], present: Mapping[str, str | None]) -> None:
+        """Refuse to go on from steps on another base or other data. A commit that is not known is no other one."""
+        for piece, commit in recorded.items():
+            here = present.get(piece)
+            if commit and here and commit != here:
+                raise ConfigError(
+                    f"hub: {piece} is commit {here!r} here, and {self.path.name} has steps on {commit!r}; bring back "
+                    f"the cache of before (HF_HOME), or remove {self.path / 'checkpoints'} to begin again"
+                )
 
     def commit_checkpoint(self, written: Path, processes: int = 1) -> None:
         """Make a checkpoint that lies whole in ``scratch`` the run's, and drop older ones.

@@ -110,8 +110,10 @@ def check_model(config: RunConfig) -> None:
     Libraries would take seconds to be loaded before they find out, or a minute to give up a network that is not there.
     A model in the cache that was not prefetched is theirs to judge.
     """
+    from huggingface_hub import constants  # reads HF_HUB_OFFLINE (1, ON, YES or TRUE) once, for the libraries too
+
     wanted = [piece for piece in pieces(config) if piece.kind == "model"]
-    if os.environ.get("HF_HUB_OFFLINE") == "1" and any(not (cache_dir() / piece.folder).exists() for piece in wanted):
+    if constants.HF_HUB_OFFLINE and any(not (cache_dir() / piece.folder).exists() for piece in wanted):
         require([config], "make prefetch SCALE=paper")
 
 

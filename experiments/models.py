@@ -157,9 +157,14 @@ def check_weights(config: ModelConfig, cache: Path) -> None:
 def load_model(config: ModelConfig, cache: Path, keep: bool = True) -> PreTrainedModel:
     """A fresh copy of the base model in its storage dtype, in training mode.
 
-    The loaded one is kept for the next run, unless there will be none and memory counts.
+    The loaded one is kept for the next run, unless there will be none and memory counts, or it is in 4 bits: that one
+    lies on the GPU, where it would be held twice.
     """
-    return (copy.deepcopy(_loaded(config, cache)) if keep else _loaded.__wrapped__(config, cache)).train()
+    if keep and config.quantization is Quantization.none:
+        return copy.deepcopy(_loaded(config, cache)).train()
+    model = _loaded(config, cache)
+    _loaded.cache_clear()
+    return model.train()
 
 
 @lru_cache(maxsize=8)

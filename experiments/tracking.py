@@ -4,6 +4,8 @@ A run is one wandb run, whose id is the run's, however often it is interrupted. 
 end of the run covers them, so that those which an interrupted attempt would train again are never sent, and which step
 was sent last stands in the run's directory: each step is sent at most once, in order. All of it happens in a thread
 beside the training. What goes wrong there (no key, no network) is said in one line; it ends the mirror, not the run.
+The summary's notes hold that line too, unless the mirror was late: that is found out once the summary is written, and
+said on stderr alone. A late mirror goes on, but writes nothing more in the run's directory, which may be another's.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ class WandbTracker(Tracker):
         self.name, self.config, self.root, self.writer = run_id(config), encode(config), root, writer
         self.sent = int(read_json(writer.path / MARK)["step"]) if (writer.path / MARK).exists() else -1
         self.code = 1
+        self._closed, self._marking = False, threading.Lock()
         self._waiting: list[dict[str, Any]] = []
         self._orders: queue.SimpleQueue[Any] = queue.SimpleQueue()  # functions of wandb's run; None ends it
         self._thread = threading.Thread(target=self._mirror, daemon=True)
@@ -77,8 +80,10 @@ class WandbTracker(Tracker):
         """Wait a little for what was ordered. Rows that nothing covers are dropped: they will be trained again."""
         self._orders.put(None)
         self._thread.join(END_S)
+        with self._marking:
+            self._closed = True
         if self._thread.is_alive():
-            self._say(f"not done {END_S:g} s after the run; wandb sync {self.root}/wandb/* sends what is left")
+            _say(f"not done {END_S:g} s after the run; wandb sync {self.root}/wandb/* sends what is left")
 
     def _mirror(self) -> None:
         try:
@@ -87,7 +92,9 @@ class WandbTracker(Tracker):
                 order(run)
             run.finish(exit_code=self.code)
         except Exception as error:
-            self._say(f"{(str(error) or type(error).__name__).splitlines()[0]}; runs go on without it")
+            said = f"{(str(error) or type(error).__name__).splitlines()[0]}; runs go on without it"
+            if _say(said):
+                self.writer.notes.append(f"wandb: {said}")
 
     def _begun(self) -> Any:
         import wandb  # takes a second, and starts a service
@@ -107,19 +114,29 @@ class WandbTracker(Tracker):
                           dir=self.root, settings=settings)  # fmt: skip
 
     def _send(self, rows: Sequence[Mapping[str, Any]], run: Any) -> None:
-        """Send what was not sent before. It is marked first: after a kill in between a step is missing, not twice."""
+        """Send what was not sent before. It is marked first: after a kill in between a step is missing, not twice.
+
+        Late, once the run is given back, the rows of one that is done are sent unmarked, since no other attempt will;
+        those of one that is not are left to the next attempt.
+        """
         new = [row for row in rows if row["step"] > self.sent]
-        if new:
-            self.sent = new[-1]["step"]
-            self.writer.write(MARK, {"step": self.sent})
+        with self._marking:
+            if self._closed and self.code:
+                return
+            if new and not self._closed:
+                self.sent = new[-1]["step"]
+                self.writer.write(MARK, {"step": self.sent})
         for row in new:
             run.log({name: value for name, value in _present(row).items() if name != "step"}, step=row["step"])
 
-    def _say(self, what: str) -> None:
-        if not _lost.is_set():
-            _lost.set()
-            self.writer.notes.append(f"wandb: {what}")
-            print(f"wandb: {what}", file=sys.stderr)
+
+def _say(what: str) -> bool:
+    """Say it, once a process; returns whether it was said now."""
+    if _lost.is_set():
+        return False
+    _lost.set()
+    print(f"wandb: {what}", file=sys.stderr)
+    return True
 
 
 def _present(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ call fetches only what is missing.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 from collections.abc import Sequence
 
@@ -47,15 +46,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _configs(study: str, scale: str, overrides: Sequence[str]) -> list[RunConfig]:
-    """Every run of the study, or of all studies that have the scale."""
+    """Every run of the study, or of all studies that have the scale. Raises ConfigError if there is none."""
     if study != "all":
         return [point.config for point in load_study(study, scale, overrides).points]
     configs: list[RunConfig] = []
+    refused: ConfigError | None = None
     for name in known_studies():
-        with contextlib.suppress(ConfigError):  # of a study without this scale
+        try:
             configs += [point.config for point in load_study(name, scale, overrides).points]
-    if not configs:
-        raise ConfigError(f"scale: {scale!r} is not allowed; no study has it")
+        except ConfigError as error:  # of a study without this scale
+            refused = error
+    if refused and not configs:
+        raise refused
     return configs
 
 

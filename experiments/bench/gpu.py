@@ -1,21 +1,23 @@
 """What a GPU makes of it, in at most eight minutes: ``make test-gpu``, or ``python -m experiments.bench.gpu [--tiny]``.
 
 For a machine with one GPU and no network that has torch, transformers, PEFT and accelerate. Three parts, each in a
-process of its own that is ended when its time is up: bf16 and each kernel against fp32; time, FLOP/s and memory of
-LoRA and full fine-tuning beside the plan; arms packed against arms alone. Prints one table, whatever was reached, and
-writes it as Markdown and JSON. ``--tiny`` measures nothing of interest, in seconds, on a CPU too.
+process of its own that is ended when its time is up: bf16 and each kernel against fp32, and packed arms against PEFT;
+time, FLOP/s and memory of LoRA and full fine-tuning beside the plan; arms packed against arms alone and PEFT's. Prints
+one table, whatever was reached, and writes it as Markdown and JSON. ``--tiny`` measures nothing of interest, in
+seconds, on a CPU too.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,26 +42,28 @@ def run_part(part: str, options: argparse.Namespace, seconds: float) -> list[Row
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
-    told: list[Any] = []
-    said: list[str] = []
-    streams = ((process.stdout, lambda line: told.append(json.loads(line))), (process.stderr, said.append))
+    begun, told, said = time.monotonic(), list[str](), list[str]()
+    streams = ((process.stdout, told.append), (process.stderr, said.append))
     readers = [threading.Thread(target=_read, args=pair, daemon=True) for pair in streams]
     for reader in readers:
         reader.start()
-    why, killed = "out of time", False
+    killed = False
     try:
         process.wait(seconds + GRACE_S)
     except subprocess.TimeoutExpired:
         killed = True
         process.kill()
         process.wait()
+    in_time = time.monotonic() - begun < seconds
     for reader in readers:
         reader.join(GRACE_S)
-    failed = process.returncode != 0 and not killed
+    failed, why = not killed and (process.returncode != 0 or in_time), "out of time"
     if failed:
         last = next((line.strip() for line in reversed(said) if line.strip()), "no word")
         why = f"its process ended with code {process.returncode}: {last}"
-    names, rows = (told[0], told[1:]) if told else ([part], [])
+    found = list(_parsed(told))
+    names: list[str] = next((value for value in found if isinstance(value, list)), [part])
+    rows = [value for value in found if isinstance(value, dict) and "setting" in value]
     missing = [name for name in names if name not in {row["setting"] for row in rows}]
     word = "failed" if failed else "skipped"
     return rows + [{"part": part, "setting": name, word: why} for name in missing]
@@ -68,6 +72,13 @@ def run_part(part: str, options: argparse.Namespace, seconds: float) -> list[Row
 def _read(stream: Any, take: Any) -> None:
     for line in stream:
         take(line)
+
+
+def _parsed(lines: Sequence[str]) -> Iterator[Any]:
+    """What lines of JSON say; a library may have printed others between them."""
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)
 
 
 def table(rows: Sequence[Row], device: str) -> str:

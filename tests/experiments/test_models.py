@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+import weakref
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,28 @@ def test_changed_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_weight_dtype_is_obeyed(tmp_path: Path) -> None:
     config = parse(["model=mini-w64", "model.weight_dtype=bfloat16", "optim.lr=1e-3"])[0].model
     assert {p.dtype for p in models.load_model(config, tmp_path).parameters()} == {torch.bfloat16}
+
+
+def test_base_in_4_bits_is_loaded_once_and_held_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse(["model=mini-w64", "model.quantization=nf4", "method=lora", "optim.lr=1e-3"])[0].model
+    read: list[weakref.ref] = []
+    load = models.AutoModelForCausalLM.from_pretrained
+
+    def counted(directory: str, quantization_config: object, **how: object) -> object:  # bitsandbytes is an extra
+        model = load(directory, **how)
+        read.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", counted)
+    models._loaded.cache_clear()
+    models.check_weights(config, tmp_path)
+    model = models.load_model(config, tmp_path)
+    assert [one() is model for one in read] == [True] and model.training
+    del model
+    gc.collect()
+    assert read[0]() is None
+    models.load_model(config, tmp_path)
+    assert len(read) == 2
 
 
 def test_matrix_parameters_leave_out_the_looked_up_embedding(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from experiments import claim, manifests, store
+from experiments.checks import ConfigError
 
 CONFIG = {"optim": {"lr": 0.1}}
 SUMMARY = {"outcome": "finished", "step": 1, "metrics": {}, "time": {"total_s": 1.0}}
@@ -112,6 +114,24 @@ def test_provenance_keeps_the_attempts_whose_steps_it_goes_on_from(tmp_path: Pat
     with claim.claim(tmp_path, "run", {}) as writer:
         writer.write_provenance({"commit": "e"})
         assert "left no provenance" in writer.notes[-1]
+
+
+def test_run_goes_on_from_steps_on_the_same_commits_only(tmp_path: Path) -> None:
+    def attempt(step: int, **hub: str | None) -> None:
+        with claim.claim(tmp_path, "run", {}) as writer:
+            writer.write_provenance({"hub": hub})
+            writer.append({"step": step})
+            writer.commit_checkpoint(write_checkpoint(writer, step, b"state"))
+
+    attempt(1, model="a", data=None)
+    attempt(2, model=None, data="d")  # neither is known to be another one
+    for piece, old, here in (("model", "a", "b"), ("data", "d", "e")):
+        with pytest.raises(ConfigError, match=f"^hub: {piece} is commit '{here}' here, and run has steps on '{old}'; "):
+            attempt(3, **{piece: here})
+    assert store.read_json(tmp_path / "run" / "provenance.json")["hub"] == {"model": None, "data": "d"}
+    attempt(3, model="a", data="d")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    attempt(1, model="b", data="e")
 
 
 def test_attempt_that_was_replaced_commits_no_checkpoint(tmp_path: Path) -> None:

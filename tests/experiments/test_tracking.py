@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from experiments import tracking
+from experiments import claim, tracking
 from experiments.compose import parse
 from experiments.config import encode, run_id
 from experiments.packed import train as packed
@@ -151,6 +153,31 @@ def test_runs_trained_together_have_a_mirror_each(tiny_overrides: list[str], mon
         assert [{"step": s, **r} for s, r in zip(attempt.steps, attempt.rows, strict=True)] == on_disk(
             Path(launch.root) / run_id(config)
         )
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_late_mirror_writes_nothing_in_a_run_that_is_given_back(
+    done: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is done has no later attempt to send its rows; of what is not, the next attempt sends them."""
+    slow, sent = threading.Event(), []
+    wandb_run = SimpleNamespace(log=lambda row, step: sent.append(step), summary={}, finish=lambda exit_code: None)
+    monkeypatch.setattr(tracking, "END_S", 0.05)
+    monkeypatch.setattr(tracking.WandbTracker, "_begun", lambda self: slow.wait() and wandb_run)
+    config, launch = parse(["optim.lr=1e-3", "launch.wandb=true", f"launch.root={tmp_path}"])
+    with claim.claim(tmp_path, run_id(config), encode(config)) as writer:
+        with tracking.tracker(config, launch, writer) as tracker:
+            assert isinstance(tracker, tracking.WandbTracker)
+            tracker.log({"step": 0})
+            tracker.seal()
+            if done:
+                tracker.end({"metrics": {}})
+        assert "wandb: not done 0.05 s after the run; wandb sync" in capsys.readouterr().err
+        assert writer.notes == []  # they were written before
+    slow.set()
+    tracker._thread.join()
+    assert not (tmp_path / run_id(config) / tracking.MARK).exists()
+    assert sent == ([0] if done else [])
 
 
 @pytest.mark.parametrize("wrong", ["key", "network", "package"])

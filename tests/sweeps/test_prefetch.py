@@ -108,12 +108,15 @@ def test_a_single_run_offline_says_what_is_missing_and_how_to_fetch_it(
     assert error.startswith("error: ") and said in error and "make prefetch SCALE=paper" in error
 
 
-def test_a_single_run_asks_no_network_and_says_so_before_it_loads_anything(empty_cache: Path, tmp_path: Path) -> None:
-    """A machine without a network and without HF_HUB_OFFLINE: giving it up would take a minute."""
+@pytest.mark.parametrize("offline", [{}, {"HF_HUB_OFFLINE": "TRUE"}])
+def test_a_single_run_asks_no_network_and_says_so_before_it_loads_anything(
+    offline: dict[str, str], empty_cache: Path, tmp_path: Path
+) -> None:
+    """A machine without a network, mostly without HF_HUB_OFFLINE: giving it up would take a minute."""
     words = [*WORDS, f"launch.root={tmp_path / 'runs'}"]
     code = f"import sys; from experiments import run; sys.exit(run.main({words!r}) + 10 * ('torch' in sys.modules))"
     bare = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
-    done = subprocess.run([sys.executable, "-c", code], env=bare, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], env=bare | offline, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith(f"error: hub: not in {empty_cache}: dataset openai/gsm8k")
 
 
@@ -169,6 +172,15 @@ def test_runs_read_the_pinned_copy_and_say_its_commit(fake_hub: SimpleNamespace,
     assert models.model_directory(config, tmp_path) == str(hub.local(MODEL))
     assert models.load_model(config, tmp_path).config._commit_hash == "a" * 40
     assert ENVIRONMENT["HF_HUB_OFFLINE"] == "1"
+
+
+def test_what_no_study_takes_is_said_as_the_study_says_it(
+    empty_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert prefetch.main(["all", "modle=x"]) == 2 and prefetch.main(["all", "--scale", "papr"]) == 2
+    override, scale = capsys.readouterr().err.splitlines()
+    assert override.startswith("error: modle=x: 'modle' is not a field; ")
+    assert scale.startswith("error: scale: 'papr' is not allowed for study ")
 
 
 def test_unreadable_pins_are_one_line(empty_cache: Path) -> None:
