@@ -160,4 +160,4 @@ def test_reward_of_ones_own_is_learned(tiny_base: Path, tmp_path: Path, capsys: 
     words += ["--seeds", "2", "--yes", "--cluster", "local", "--start", "3e-3,1e-2", f"launch.root={tmp_path / 'runs'}"]
     assert regret.main([*words, "optim.steps=15", "rl.max_new_tokens=8"], execute_here) == 0
     said = capsys.readouterr().out
-    assert "**Take " in said and "held-out reward" in said and "Rewards can tell at most one bit an episode" in said
+    assert "**Take " in said and "held-out reward" in said and "A reward of two values tells at most one bit" in said
