@@ -36,6 +36,8 @@ def unsupported(model: Any) -> str | None:
         return "it has biases"
     if config.hidden_act != "silu":
         return f"its activation is {config.hidden_act!r}"
+    if config.attention_dropout:
+        return "its attention has dropout"
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", False):
         return "its attention has a sliding window"
     return None
