@@ -36,6 +36,8 @@ def unsupported(model: Any) -> str | None:
         return "it has biases"
     if config.hidden_act != "silu":
         return f"its activation is {config.hidden_act!r}"
+    if config.attention_dropout:
+        return "its attention has dropout"
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", False):
         return "its attention has a sliding window"
     return None
@@ -65,12 +67,17 @@ class Weights:
         assert weight is not None
         return linear(x, weight, self.factors.get(name), residual)
 
-    def embed(self, ids: Tensor) -> Tensor:
+    def embed(self, ids: Tensor, padding_idx: int | None) -> Tensor:
+        """(K, n, N). Looking up the token ``padding_idx`` gives no gradient, as in ``nn.Embedding``."""
         stacked = self.stacked.get(EMBEDDING)
         if stacked is None:
             return torch.nn.functional.embedding(ids, self.shared[EMBEDDING])
         offsets = torch.arange(len(ids), device=ids.device)[:, None] * stacked.shape[1]
-        return torch.nn.functional.embedding(ids + offsets, stacked.flatten(0, 1))
+        found = torch.nn.functional.embedding(ids + offsets, stacked.flatten(0, 1))
+        if padding_idx is None:
+            return found
+        # The function's own padding_idx is one row, and here each arm has its own.
+        return torch.where((ids == padding_idx)[..., None], found.detach(), found)
 
 
 class Decoder:
@@ -88,6 +95,7 @@ class Decoder:
         self.num_layers = config.num_hidden_layers
         self.heads = (config.num_attention_heads, config.num_key_value_heads)
         self.eps = config.rms_norm_eps
+        self.padding_idx = model.get_input_embeddings().padding_idx
         self.rotary = model.model.rotary_emb
         self.head_dim = 2 * self.rotary.inv_freq.shape[0]
 
@@ -100,7 +108,7 @@ class Decoder:
 
     def logits(self, weights: Weights, rows: Rows) -> Tensor:
         """(K, m, V) logits at the rows that are read."""
-        x = weights.embed(rows.ids)
+        x = weights.embed(rows.ids, self.padding_idx)
         turn = self._turn(rows.longest, x)
         for j in range(self.num_layers):
             layer, read = f"model.layers.{j}", rows.read if j == self.num_layers - 1 else None

@@ -40,6 +40,7 @@ class Session:
     train: list[dict]
     held_out: list[Rows]
     cache: Path
+    model_commit: str | None  # what a hub revision resolved to
     base_nll: float | None = None
 
     @property
@@ -65,7 +66,9 @@ def open_session(model: ModelConfig, data: DataConfig, cache: Path) -> Session:
     tokenizer = models.load_tokenizer(model, cache)
     tokenized = dataset.load(data, tokenizer)
     rows = [dict(row) for row in tokenized.train]
-    return Session(Decoder(models.load_model(model, cache)), tokenized, rows, _held_out(tokenized.test), cache)
+    base = models.load_model(model, cache)
+    commit = getattr(base.config, "_commit_hash", None)
+    return Session(Decoder(base), tokenized, rows, _held_out(tokenized.test), cache, commit)
 
 
 def _held_out(test: object) -> list[Rows]:

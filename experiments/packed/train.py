@@ -285,7 +285,7 @@ class _Engine:
                 **self._norms(member.name),
             },
             "init_hash": member.init_hash,
-            "model_commit": None,
+            "model_commit": self.session.model_commit,
             "num_trainable": member.num_trainable,
             "num_cut": data.num_cut,
             "num_dropped": data.num_dropped,

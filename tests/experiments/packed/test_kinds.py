@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from single import MODELS
 
-from experiments.packed.decoder import Part
+from experiments.packed.decoder import Part, unsupported
 from experiments.packed.pack import Kind, kind
 from experiments.packed.stacks import FullLayout, LoRALayout
 
@@ -35,3 +36,11 @@ def test_ranks_share_a_pack_within_a_bucket_only() -> None:
     wide = [Part("x.weight", (2000, 2000))]
     assert kind(LoRALayout(wide, ["x"], 300), 8) != kind(LoRALayout(wide, ["x"], 301), 8)  # beyond the last, each alone
     assert kind(FullLayout(SQUARE), 8) not in {of(rank, 8) for rank in (1, 17, 65)}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_with_attention_dropout_is_left_to_the_other_engine(name: str) -> None:
+    model = MODELS[name]()
+    assert unsupported(model) is None
+    model.config.attention_dropout = 0.1
+    assert unsupported(model) == "its attention has dropout"

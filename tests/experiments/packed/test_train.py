@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from experiments import claim, run, store
+from experiments import claim, models, run, store
 from experiments.compose import parse
 from experiments.config import LaunchConfig, RunConfig, run_id
 from experiments.packed import arms, train, width
@@ -263,3 +263,19 @@ def test_both_engines_leave_the_same_record(tiny_overrides: list[str], tiny_data
         assert provenance["engine"]["name"] == engine
         records.append((summary.keys(), summary["metrics"].keys(), provenance.keys()))
     assert records[0] == records[1]
+
+
+def test_both_engines_say_what_the_models_revision_resolved_to(
+    tiny_overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = models.load_model
+
+    def load_model(*args: Any, **keywords: Any) -> Any:
+        model = real(*args, **keywords)
+        monkeypatch.setattr(model.config, "_commit_hash", "a" * 40)
+        return model
+
+    monkeypatch.setattr(models, "load_model", load_model)
+    for engine in ("trl", "packed"):
+        words = [*tiny_overrides, f"launch.engine={engine}", f"launch.root={tmp_path / engine}"]
+        assert run.execute(*parse(words))["model_commit"] == "a" * 40
