@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from experiments import adapters, claim, failures, provenance, store, tracking
-from experiments.config import ConfigError, LaunchConfig, RunConfig, encode, run_id
+from experiments.config import LaunchConfig, RunConfig, encode, run_id
 from experiments.data import dataset
 from experiments.losses import IGNORED
 from experiments.packed import arms, width
@@ -75,17 +75,18 @@ def execute(configs: Sequence[RunConfig], launch: LaunchConfig, reports: Reports
     """Bring every run to its end. All share model, data, batch size and kind of method (``config.pack_key``).
 
     How each run ended is reported: its summary, or the exception that ended it (Busy, Interrupted, ConfigError,
-    StoreError as in ``run.execute``; any other is recorded in failure.json first).
+    StoreError as in ``run.execute``; any other is recorded in failure.json first, if the run had begun).
     """
     if not configs:
         return
     try:
         session = open_session(configs[0].model, configs[0].data, Path(launch.root) / "cache")
-    except (ConfigError, store.StoreError) as error:
+        groups = _by_kind(session, configs)
+    except Exception as error:
         for config in configs:
             reports.failed(run_id(config), error)
         return
-    for of_kind, group in _by_kind(session, configs):
+    for of_kind, group in groups:
         _Engine(session, group, of_kind.merged, launch, reports).run()
 
 
@@ -112,18 +113,20 @@ class _Engine:
 
     def run(self) -> None:
         """Train until nothing is waiting and nothing in training; on an error that names no run, one by one."""
-        self.width = self._chosen_width()
+        left: list[RunConfig] = []
         try:
+            self.width = self._chosen_width()
             while self._filled():
                 self._tick()
         except BaseException as error:
-            self._broken(error)
+            left = self._broken(error)
+        for config in left:  # here, since the error would keep what its frames hold
+            _Engine(self.session, [config], self.merged, self.launch, self.reports).run()
 
     def _chosen_width(self) -> int:
         if len(self.waiting) == 1:
             return 1
-        config = self.waiting[0]
-        probe, _ = arms.fresh(self.session.decoder, config, self.session.cache)
+        probe, _ = arms.fresh(self.session.decoder, self.waiting[0], self.session.cache)
         timing = width.measure(self.session.decoder, probe, self.session.train[: self.micro], self.merged)
         return timing.width(len(self.waiting))
 
@@ -297,15 +300,18 @@ class _Engine:
             "notes": [*data.notes, *member.writer.notes],
         }
 
-    def _broken(self, error: BaseException) -> None:
-        """An error that is no single run's: each again by itself, from its checkpoint; of one alone it is the end."""
+    def _broken(self, error: BaseException) -> list[RunConfig]:
+        """After an error that is no single run's: the runs to try again one by one, from their checkpoints.
+
+        Of one alone it is the end. The pack is let go of: the error may have been that it found no memory.
+        """
         alone = len(self.members) == 1
         left = deque([member.config for member in self.members.values()] + list(self.waiting))
         for member in self.members.values():
             if alone:
                 self.reports.failed(run_id(left.popleft()), failures.recorded(error, member.writer))
             member.holding.close()
+        self.pack, self.members = None, {}
         if not isinstance(error, Exception):
             raise error
-        for config in left:
-            _Engine(self.session, [config], self.merged, self.launch, self.reports).run()
+        return list(left)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -227,10 +229,16 @@ def test_runs_of_differing_lengths_and_data_seeds_share_a_pack(tiny_overrides: l
 def test_an_error_of_the_pack_is_tried_run_by_run(
     tiny_overrides: list[str], monkeypatch: pytest.MonkeyPatch, broken: int
 ) -> None:
-    """Memory that does not suffice for two arms does for one."""
+    """Memory that does not suffice for two arms does for one, once the pack of two is gone."""
     real = train.Pack.accumulate
+    packs: weakref.WeakSet[train.Pack] = weakref.WeakSet()
+    most = []
 
     def accumulate(self: train.Pack, rows: Any, num_tokens: torch.Tensor) -> torch.Tensor:
+        packs.add(self)
+        if len(self.arms) == 1 and broken == 2:
+            gc.collect()
+            most.append(len(packs))
         if len(self.arms) >= broken and any("-r2-mlp" in name for name in self.arms):
             raise MemoryError("too many")
         return real(self, rows, num_tokens)
@@ -240,7 +248,37 @@ def test_an_error_of_the_pack_is_tried_run_by_run(
     heard = packed(chosen)
     assert len(heard.errors) == (1 if broken == 1 else 0)
     assert len(heard.summaries) == 3 - len(heard.errors)
-    assert len(heard.ends) == 3
+    assert len(heard.ends) == 3 and all(num == 1 for num in most)
+    assert bool(most) is (broken == 2)
+
+
+def raising(error: Exception) -> Any:
+    def function(*_: Any) -> None:
+        raise error
+
+    return function
+
+
+@pytest.mark.parametrize("error", [MemoryError("probe"), RuntimeError("broken")], ids=repr)
+def test_a_probe_that_fails_leaves_runs_in_turn(
+    tiny_overrides: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(width, "measure", raising(error))
+    chosen = points(tiny_overrides, LORA)
+    heard = packed(chosen)
+    assert not heard.errors and len(heard.summaries) == 3
+    assert [name for name, _ in heard.steps[:8]] == [run_id(chosen[0][0])] * 8
+
+
+@pytest.mark.parametrize("where", ["open_session", "_by_kind"])
+def test_an_error_before_any_run_is_every_runs(
+    tiny_overrides: list[str], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """And not the worker's, which goes on."""
+    error = MemoryError("too large")
+    monkeypatch.setattr(train, where, raising(error))
+    chosen = points(tiny_overrides, LORA)
+    assert packed(chosen).errors == dict.fromkeys(map(run_id, chosen[0]), error)
 
 
 def test_callable_reports_default_to_silence(tiny_overrides: list[str]) -> None:
