@@ -85,13 +85,8 @@ def serve(job: Mapping[str, Any], emit: Emit, should_stop: Callable[[], bool]) -
     for config in map(decode, job["configs"]):
         try:
             packed = len(job["configs"]) > 1 and chosen(config, launch) is Engine.packed
-        except (ConfigError, StoreError) as error:
-            emit(
-                kind="failed",
-                run=run_id(config),
-                cause=str(error),
-                log=str(log_path(Path(launch.root), run_id(config))),
-            )
+        except Exception as error:
+            _emit_failure(run_id(config), error, log_path(Path(launch.root), run_id(config)), emit)
             continue
         if packed:
             together.setdefault(pack_key(config), []).append(config)

@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         root = Path(study.launch.root)
         if not options.dry:
             ensure_root(root)
-        launcher = _launcher(root, cluster, options.detach, options.dry)
+        launcher = launcher_for(root, cluster, options.detach, options.dry)
         return run(wanted, root, launcher, options.width or WIDTH, options.budget)[0]
     except (ConfigError, StoreError, SlurmError) as error:
         warn(f"error: {error}")
@@ -180,7 +180,9 @@ def _say(wanted: Searched, move: Move, progress: Progress, said: dict[str, tuple
     warn(f"round {progress.rounds}, {move.arm}: {move.phase}: {move.why}{next_runs}")
 
 
-def _launcher(root: Path, cluster: Cluster | None, detach: bool, dry: bool) -> Callable[[Study], int | None]:
+def launcher_for(root: Path, cluster: Cluster | None, detach: bool, dry: bool = False) -> Callable[[Study], int | None]:
+    """What runs a study: the local pool or a cluster. It returns None where it has left the runs to others."""
+
     def launched(study: Study) -> int | None:
         if dry:
             print_plan(study, root)

@@ -22,7 +22,6 @@ from slurm.client import SlurmError
 from slurm.cluster import Cluster, choose
 from sweeps.display import warn
 from sweeps.grid import Study
-from sweeps.launch import launch
 from sweeps.search import confirm, quote
 from sweeps.search import launch as search
 from sweeps.search.advice import write_advice
@@ -60,7 +59,7 @@ def main(arguments: Sequence[str] | None = None, launcher: Launcher | None = Non
         if not options.yes and not _agreed():
             return 2
         root = ensure_root(Path(study.launch.root))
-        launcher = launcher or _launcher(root, cluster, options.detach)
+        launcher = launcher or search.launcher_for(root, cluster, options.detach)
         code, found = carry_out(wanted, root, launcher, bill.most, control)
         if code is None or code:
             return code or 0
@@ -136,17 +135,6 @@ def _check_budget(given: int | None, wanted: Searched, control: bool) -> None:
         raise ConfigError(
             f"BUDGET: {given} is not allowed; {len(wanted.arms)} arms and {seeds} seeds take {least} or more"
         )
-
-
-def _launcher(root: Path, cluster: Cluster | None, detach: bool) -> Launcher:
-    def launched(study: Study) -> int | None:
-        code = launch(study, root, cluster=cluster, detach=detach)
-        if code == 0 and detach and cluster is not None:
-            warn("the next round needs these results: the same command goes on when they are there")
-            return None
-        return code
-
-    return launched
 
 
 def _memory_gib(text: str) -> float | None:

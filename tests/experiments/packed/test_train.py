@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from experiments import claim, models, run, store
+from experiments import claim, engines, models, run, store, worker
 from experiments.compose import parse
-from experiments.config import LaunchConfig, RunConfig, run_id
+from experiments.config import Engine, LaunchConfig, RunConfig, encode, run_id
 from experiments.packed import arms, train, width
 from experiments.packed.train import Reports
 from experiments.recorder import Interrupted
@@ -279,6 +279,25 @@ def test_an_error_before_any_run_is_every_runs(
     monkeypatch.setattr(train, where, raising(error))
     chosen = points(tiny_overrides, LORA)
     assert packed(chosen).errors == dict.fromkeys(map(run_id, chosen[0]), error)
+
+
+def test_a_run_whose_engine_cannot_be_chosen_leaves_the_worker_to_the_others(
+    tiny_overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs, launch = points(tiny_overrides, LORA[:2])
+    real = engines.chosen
+
+    def chosen(config: RunConfig, launch: LaunchConfig) -> Engine:
+        return real(config, launch) if config is not job[0] else raising(RuntimeError("broken"))()
+
+    job = configs
+    monkeypatch.setattr(engines, "chosen", chosen)
+    monkeypatch.setattr(worker, "decode", lambda config: config)
+    events: list[dict[str, Any]] = []
+    worker.serve({"launch": encode(launch), "configs": configs}, lambda **event: events.append(event), lambda: False)
+    ends = {event["run"]: event["kind"] for event in events if event["kind"] not in ("started", "step")}
+    assert ends == {run_id(configs[0]): "failed", run_id(configs[1]): "finished"}
+    assert events[0]["cause"] == "RuntimeError: broken"
 
 
 def test_callable_reports_default_to_silence(tiny_overrides: list[str]) -> None:
