@@ -179,7 +179,8 @@ def test_command_writes_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mo
     document = store.read_json(tmp_path / "new" / "exact.json")
     assert set(document) == {"C9", "C21", "C23", "C24", "provenance"}
     assert document["C21"] == {"from": "experiments.exact.invariance"}
-    assert document["provenance"]["versions"]["torch"] == torch.__version__
+    found = document["provenance"]["versions"]["torch"]  # the local part (+cpu) is not in every wheel's metadata
+    assert found.partition("+")[0] == torch.__version__.partition("+")[0]
     assert "C23" in capsys.readouterr().out
 
 
