@@ -32,10 +32,11 @@ PIP_VLLM = $(PY_VLLM) -m pip install -qq -c constraints-vllm.txt
 export OMP_NUM_THREADS ?= 1
 SEARCHED = $(SEARCH:%=--search %) $(SEARCH_WIDTH:%=--width %) $(SEARCH_BUDGET:%=--budget %)
 LAUNCH = $(PY) -m sweeps$(if $(SEARCH),.search).launch $* $(SEARCHED) --scale $(SCALE) --cluster $(CLUSTER) $(if $(DETACH),--detach) launch.root=$(ROOT) $(ARGS)
+DRAW = $(PY) -m analysis.figures --root $(ROOT) $(STYLE:%=--style %)
+
 ifneq ($(findstring launch.root=,$(ARGS)),)
 $(error ARGS: launch.root is not allowed; give ROOT=DIR, which the figures read too)
 endif
-DRAW = $(PY) -m analysis.figures --root $(ROOT) $(STYLE:%=--style %)
 
 help: ## list the targets
 	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'

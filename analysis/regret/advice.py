@@ -1,6 +1,7 @@
 """From the runs of a task to advice: was anything learned, what does LoRA lose, which rank suffices, at which LR.
 
-Rules, fixed before any run was read:
+Rules, fixed before any run was read, but for two that came with a review afterwards, both on the careful side: that
+only an arm that learned may suffice, and that nothing but the excess over the control is credited to training.
 
 Learned     an arm that ends below the base's loss by more than a floor (``floor``), with its seeds significantly so.
             Where a control ran (the same completions on shuffled prompts), its loss must be beaten by more than two
@@ -10,7 +11,7 @@ Learned     an arm that ends below the base's loss by more than a floor (``floor
             control gains too by unlearning what the base makes of a prompt.
 Regret      the loss of an arm minus that of full fine-tuning, each at its best LR, paired by seed (``judges.common``).
 Suffices    the regret is shown to be below the margin (one-sided, 95 %): the larger of two seed SDs and 2 % of what is
-            gained over the control (in reinforcement learning: over the base), the share that a usable LR may lose
+            gained beyond the control (in reinforcement learning: over the base), the share that a usable LR may lose
             elsewhere in the suite. A gain over the base is no measure of a loss: most of it is form. A gap that is not
             significant shows nothing. ``equal`` where the arm is shown not to be better either (TOST).
 Recommended the smallest rank that suffices, at its LR*.

@@ -73,6 +73,8 @@ def test_readme_says_what_was_measured() -> None:
     b0, b2 = (next(row for key, row in cells.items() if key[0].startswith(f"{way}:")) for way in ("B0", "B2"))
     small, large = cells["64", "32", "16"], cells["256", "128", "16"]
     shares = [row for key, row in cells.items() if key[0] == "128, 8"]
+    settings = [row for key, row in cells.items() if all(part.isdecimal() for part in key)]  # width, tokens, arms
+    long = [float(row[8]) for row in settings if int(row[1]) >= 512]
 
     def one(cell: str) -> str:
         return f"{float(cell):.1f}"
@@ -82,6 +84,7 @@ def test_readme_says_what_was_measured() -> None:
         f"{one(b0[4])} times faster; against plain PEFT and AdamW, one process per core, {one(b2[4])} times",
         f"{one(small[8])} times faster than plain PEFT does with both cores busy ({one(small[7])} with one)",
         f"at width 256 and 128 tokens it is {one(large[8])} ({one(large[7])})",
+        f"at 512 tokens and more {min(long):.1f} to {max(long):.1f}",
         f"takes {shares[0][2]} to {shares[1][2]} of a full fine-tuning step ({shares[0][4]} by FLOPs; "
         f"PEFT: {min(row[3] for row in shares)} to {max(row[3] for row in shares)})",
     ):

@@ -288,9 +288,8 @@ def test_a_run_whose_engine_cannot_be_chosen_leaves_the_worker_to_the_others(
     real = engines.chosen
 
     def chosen(config: RunConfig, launch: LaunchConfig) -> Engine:
-        return real(config, launch) if config is not job[0] else raising(RuntimeError("broken"))()
+        return real(config, launch) if config is not configs[0] else raising(RuntimeError("broken"))()
 
-    job = configs
     monkeypatch.setattr(engines, "chosen", chosen)
     monkeypatch.setattr(worker, "decode", lambda config: config)
     events: list[dict[str, Any]] = []
