@@ -106,6 +106,11 @@ def undecided(advice: Advice) -> list[str]:
             lines.append(f"{arm.name}: whether it suffices: {_price(advice, arm)}")
     if advice.learned == "yes" and advice.reference != FULL:
         lines.append("What full fine-tuning reaches: it takes a device that holds it.")
+    if advice.learned == "yes" and advice.control is None and not advice.setting.is_rl:
+        lines.append(
+            f"How much of the gain of {advice.gain:.3f} nats depends on the prompts, and how much is the form of the "
+            "completions: no control ran."
+        )
     return lines or ["Nothing that was asked."]
 
 

@@ -211,6 +211,8 @@ def test_control_that_diverged_counts_as_its_own_base() -> None:
 def test_control_of_one_seed_shows_nothing() -> None:
     advice = advise(world({1: 0.0}), control(1.0, seeds=1), SETTING)
     assert advice.control is None and advice.learned == "yes"
+    assert "How much of the gain of 2.0" in told(advice) and "no control ran" in told(advice)
+    assert "no control ran" not in told(advise(world({1: 0.0}), control(2.0), SETTING))
 
 
 def test_arm_that_learned_nothing_is_never_recommended() -> None:
