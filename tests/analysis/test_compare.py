@@ -96,9 +96,10 @@ def test_readme_says_what_the_engines_differ_by(reference: Results) -> None:
         f"{float(found):.1e}".replace("e-0", "e-")
         for found in re.findall(r"best .* 50 %: (\S+), 90 %: (\S+),", lines)[0]
     )
+    commit = re.findall(r"\(at commit (\w+)\)", readme)[0]
     judged, differ = map(int, re.findall(r"(\d+) claims judged in both, (\d+) verdicts differ", lines)[0])
     for said in (
-        f"All {len(both)} supervised runs made again by this engine: {alike.sum()} ended alike",
+        f"All {len(both)} supervised runs made again by this engine (at commit {commit}): {alike.sum()} ended alike",
         f"within {half} nats for half",
         f"within {nine} for nine in ten",
         f"Of {judged} verdicts on these studies {judged - differ} are the same",
