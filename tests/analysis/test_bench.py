@@ -70,7 +70,10 @@ def test_readme_says_what_was_measured() -> None:
     """The numbers in the README are those of the committed measurements."""
     rows = [line.split("|")[1:-1] for line in (bench.TARGET / "bench.md").read_text().splitlines() if line[:1] == "|"]
     cells = {tuple(cell.strip() for cell in row[:3]): [cell.strip() for cell in row] for row in rows}
-    b0, b2 = (next(row for key, row in cells.items() if key[0].startswith(f"{way}:")) for way in ("B0", "B2"))
+    b0, b2, each, ours = (
+        next(row for key, row in reversed(cells.items()) if key[0].startswith(way))
+        for way in ("B0:", "B2:", "B2, each", "ours")
+    )
     small, large = cells["64", "32", "16"], cells["256", "128", "16"]
     shares = [row for key, row in cells.items() if key[0] == "128, 8"]
     settings = [row for key, row in cells.items() if all(part.isdecimal() for part in key)]  # width, tokens, arms
@@ -82,6 +85,8 @@ def test_readme_says_what_was_measured() -> None:
     readme = " ".join((bench.TARGET.parents[2] / "README.md").read_text().split())
     for said in (
         f"{one(b0[4])} times faster; against plain PEFT and AdamW, one process per core, {one(b2[4])} times",
+        f"`make studies` takes {float(ours[1]) / 60:.0f} minutes",
+        f"would take {one(each[3])} times as long",
         f"{one(small[8])} times faster than plain PEFT does with both cores busy ({one(small[7])} with one)",
         f"at width 256 and 128 tokens it is {one(large[8])} ({one(large[7])})",
         f"at 512 tokens and more {min(long):.1f} to {max(long):.1f}",
