@@ -159,10 +159,10 @@ def test_gated_model_is_one_line_and_the_rest_is_fetched(
 ) -> None:
     fake_hub.gated = {"meta-llama/Llama-3.1-8B"}
     assert prefetch.main(["early", "--scale", "paper"]) == 1
-    captured = capsys.readouterr()
-    assert (
-        captured.err == "error: hub: model meta-llama/Llama-3.1-8B@main cannot be fetched; Cannot access gated repo.\n"
-    )
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first == "error: hub: model meta-llama/Llama-3.1-8B@main cannot be fetched; Cannot access gated repo."
+    # The library shows the conversion of the set that is fetched, unless another test had it converted already.
+    assert not [line for line in rest if line and "Generating train split" not in line]
     assert hub.local(hub.Piece("dataset", "allenai/tulu-3-sft-mixture", "main"))
 
 
