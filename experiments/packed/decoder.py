@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.packed.ops import Factors, attend, linear, rms_norm, swiglu, token_nll
+from experiments.packed.ops import Factors, attend, linear, places, rms_norm, swiglu, token_nll
 from experiments.packed.rows import Rows
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -99,23 +99,18 @@ class Decoder:
         self.rotary = model.model.rotary_emb
         self.head_dim = 2 * self.rotary.inv_freq.shape[0]
 
-    def _turn(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos, sin of the positions, (T, 1, d / 2), as the base model's own table has them."""
-        at = torch.arange(positions, device=like.device)[None]
-        cos, sin = self.rotary(like, at)
-        half = self.head_dim // 2
-        return cos[0, :, None, :half], sin[0, :, None, :half]
-
     def logits(self, weights: Weights, rows: Rows) -> Tensor:
         """(K, m, V) logits at the rows that are read."""
         x = weights.embed(rows.ids, self.padding_idx)
-        turn = self._turn(rows.longest, x)
+        positions = torch.arange(rows.grid.shape[1], device=x.device)[None]
+        cos, sin = (table[0] for table in self.rotary(x, positions))  # as the base model's own
+        at = places(rows, cos, sin)
         for j in range(self.num_layers):
-            layer, read = f"model.layers.{j}", rows.read if j == self.num_layers - 1 else None
+            layer = f"model.layers.{j}"
             q, k, v = self._queries_keys_values(weights, layer, x)
-            found = attend(q, k, v, rows.grid, rows.cells, rows.padding, self.heads, turn, read)
-            if read is not None:
-                x = x.flatten(0, 1).index_select(0, read).view(len(x), -1, x.shape[-1])
+            found = attend(q, k, v, at)
+            if j == self.num_layers - 1:  # nothing reads the other rows any more
+                x, found = (y.flatten(0, 1).index_select(0, rows.read).unflatten(0, (len(y), -1)) for y in (x, found))
             x = weights.linear(f"{layer}.self_attn.o_proj", found, residual=x)
             normed = rms_norm(x, weights.vector(f"{layer}.post_attention_layernorm"), self.eps)
             gate, up = (weights.linear(f"{layer}.mlp.{name}_proj", normed) for name in ("gate", "up"))

@@ -4,7 +4,7 @@ Backward passes are written out where autograd's own would read or write a tenso
 the sizes of a sweep on CPUs these passes, not the matrix products, are most of a step.
 
 Sizes: K arms, n rows (one token each) per arm, N hidden, F intermediate, H heads, d head size, V vocabulary,
-S sequences per arm, T positions of the longest of them.
+B blocks of T cells per arm.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+
+from experiments.packed.rows import Rows
 
 
 class _RMSNorm(Function):
@@ -46,18 +48,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class _SwiGLU(Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        sigmoid = torch.sigmoid(gate)
-        silu = sigmoid * gate
-        ctx.save_for_backward(up, sigmoid, silu)
-        return silu * up
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         (grad,) = grads
-        up, sigmoid, silu = ctx.saved_tensors
-        # silu' = sigmoid + silu (1 - sigmoid)
-        slope = torch.addcmul(silu, silu, sigmoid, value=-1).add_(sigmoid)
-        return slope.mul_(up).mul_(grad), grad * silu
+        gate, up = ctx.saved_tensors
+        of_silu = grad * up
+        of_gate = torch.ops.aten.silu_backward.grad_input(of_silu, gate, grad_input=of_silu)
+        return of_gate, F.silu(gate).mul_(grad)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -65,75 +65,88 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return _SwiGLU.apply(gate, up)  # type: ignore[no-any-return]
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``x`` (..., d) turned by its position, in place, halves apart as in Llama (Su et al. 2021, section 3.4.2).
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``x`` (..., d) turned by its position, halves apart as in Llama (Su et al. 2021, section 3.4.2).
 
-    cos, sin: (..., d / 2), broadcast against the halves of ``x``. Turning by (cos, -sin) turns back.
+    cos (..., d), sin (..., d / 2). Turning by (cos, -sin) turns back.
     """
-    first, second = x.chunk(2, dim=-1)
-    turned = (first * cos).addcmul_(second, sin, value=-1)
-    second.mul_(cos).addcmul_(first, sin)
-    first.copy_(turned)
-    return x
+    half = sin.shape[-1]
+    out = x * cos
+    out[..., :half].addcmul_(x[..., half:], sin, value=-1)
+    out[..., half:].addcmul_(x[..., :half], sin)
+    return out
 
 
-class _ToGrid(Function):
-    """Rows to heads on the padded grid of sequences, turned by their positions where there are cos and sin."""
-
+class _Turned(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, grid: Tensor, rows: Tensor, padding: Tensor, num_heads: int, positions: int,
-                turn: tuple[Tensor, Tensor] | None) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(rows, padding)
-        ctx.shape, ctx.turn = x.shape, turn
-        cells = x.flatten(0, 1).index_select(0, grid).view(-1, positions, num_heads, x.shape[-1] // num_heads)
-        return (rotate(cells, *turn) if turn else cells).transpose(1, 2)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, padding = ctx.saved_tensors
-        cells = grads[0].transpose(1, 2)
-        if ctx.turn:
-            cos, sin = ctx.turn
-            cells = rotate(cells.clone(memory_format=torch.contiguous_format), cos, -sin)
-        out = cells.flatten(0, 1).flatten(1).index_select(0, rows).index_fill_(0, padding, 0.0)
-        return out.view(ctx.shape), *[None] * 6
-
-
-class _FromGrid(Function):
-    """The grid's cells back to rows; each row comes from one cell, so the way back is a selection too."""
-
-    @staticmethod
-    def forward(ctx: Any, cells: Tensor, grid: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(grid)
-        return cells.index_select(0, rows)
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x.unflatten(-1, (-1, cos.shape[-1])), cos, sin).flatten(-2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (grid,) = ctx.saved_tensors
-        return grads[0].index_select(0, grid), None, None
+        cos, sin = ctx.saved_tensors
+        return _turn(grads[0].unflatten(-1, (-1, cos.shape[-1])), cos, -sin).flatten(-2), None, None
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, grid: Tensor, cells: Tensor, padding: Tensor, heads: tuple[int, int],
-           turn: tuple[Tensor, Tensor], read: Tensor | None = None) -> Tensor:  # fmt: skip
+class Places(NamedTuple):
+    """Where rows are in their sequences and on the grid of attention (see ``rows.Rows``), made once a step."""
+
+    cos: Tensor  # (K, n, 1, d) of the position
+    sin: Tensor  # (K, n, 1, d / 2)
+    mask: Tensor  # (K B, 1, T, T) 0 where a cell attends to another, else -inf
+    grid: Tensor  # (K B, T) row of each cell
+    cells: Tensor  # (K n,) cell of each row
+    padding: Tensor  # (p,) rows
+
+
+def places(rows: Rows, cos: Tensor, sin: Tensor) -> Places:
+    """cos, sin: (T, d) of each position."""
+    at = rows.positions.flatten()
+    cos, sin = (x.index_select(0, at).view(*rows.ids.shape, 1, -1) for x in (cos, sin[:, : sin.shape[-1] // 2]))
+    same = rows.sequences[:, None, :, None] == rows.sequences[:, None, None, :]
+    mask = torch.zeros(same.shape, dtype=cos.dtype, device=cos.device).masked_fill_(~same.tril_(), float("-inf"))
+    return Places(cos, sin, mask, rows.grid, rows.cells, rows.padding)
+
+
+class _ToGrid(Function):
+    """Rows (K, n, H d) to cells (K B, T, H d). A row is in one cell, so the way back is a selection too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, at: Places) -> Tensor:
+        ctx.at, ctx.shape = at, x.shape
+        return x.flatten(0, 1).index_select(0, at.grid.flatten()).view(*at.grid.shape, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        rows = grads[0].flatten(0, 1).index_select(0, ctx.at.cells)
+        return rows.index_fill_(0, ctx.at.padding, 0.0).view(ctx.shape), None
+
+
+class _FromGrid(Function):
+    """The way back: cells (K B, T, H d) to rows (K n, H d)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, at: Places) -> Tensor:
+        ctx.at = at
+        return x.flatten(0, 1).index_select(0, at.cells)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grid = ctx.at.grid
+        return grads[0].index_select(0, grid.flatten()).view(*grid.shape, -1), None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, at: Places) -> Tensor:
     """Causal self-attention within each sequence, scaled by d**-0.5.
 
-    Args:
-        q, k, v: (K, n, H d) queries, (K, n, H_kv d) keys and values of each row.
-        grid, cells, padding: where rows and cells of the grid are (see ``rows.Rows``). A sequence's cells without
-            a token come after its tokens, so that causality hides them.
-        heads: (H, H_kv).
-        turn: cos and sin of the positions, (T, 1, d / 2).
-        read: (K m,) rows whose output is wanted; default: all.
-    Returns: (K, n or m, H d).
+    q, k, v: (K, n, H d) queries, (K, n, H_kv d) keys and values of each row. Returns (K, n, H d).
     """
-    positions = turn[0].shape[0]
-    parts = (q, heads[0], turn), (k, heads[1], turn), (v, heads[1], None)
-    on_grid = (_ToGrid.apply(x, grid, cells, padding, num, positions, by) for x, num, by in parts)
-    queries, keys, values = on_grid
-    found = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=heads[0] != heads[1])
-    flat = found.transpose(1, 2).flatten(0, 1).flatten(1)
-    out = _FromGrid.apply(flat, grid, cells) if read is None else flat.index_select(0, cells.index_select(0, read))
-    return out.view(q.shape[0], -1, out.shape[-1])
+    turned = (_Turned.apply(q, at.cos, at.sin), _Turned.apply(k, at.cos, at.sin), v)
+    heads = (_ToGrid.apply(x, at).unflatten(-1, (-1, at.cos.shape[-1])).transpose(1, 2) for x in turned)
+    queries, keys, values = heads
+    found = F.scaled_dot_product_attention(queries, keys, values, at.mask, enable_gqa=q.shape[-1] > k.shape[-1])
+    return _FromGrid.apply(found.transpose(1, 2).flatten(2), at).view(q.shape)  # type: ignore[no-any-return]
 
 
 class _Adapted(Function):

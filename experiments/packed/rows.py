@@ -1,7 +1,7 @@
-"""Sequences laid end to end: one row per token and arm, no padding between them, and the way to the grid and back.
+"""Sequences laid end to end: one row per token and arm, no padding between them, and the way to attention and back.
 
-Only attention looks across rows. It works on a grid of sequences by positions, (S, T) per arm; everything else
-works on the rows, of which there are fewer.
+Only attention looks across rows. It works on a grid of cells, (B, T) per arm: blocks as long as the longest sequence,
+each with as many sequences as fit. Everything else works on the rows, of which there are fewer.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ may round differently, and an arm's numbers would depend on its place in the pac
 
 @dataclass(frozen=True)
 class Rows:
-    """The tokens of one micro-step of K arms. Row numbers count through all arms: k n + i.
+    """The tokens of one micro-step of K arms. Row numbers count through all arms, k n + i; so do those of cells.
 
-    The last rows of each arm are padding where row counts ask for it, at least one where sequences differ in length:
+    The last rows of each arm are padding where row counts ask for it, at least one where cells are left empty:
     no loss reads them, cells without a token read them.
     """
 
     ids: Tensor  # (K, n) token ids
-    grid: Tensor  # (K S T,) row of each cell
+    positions: Tensor  # (K, n) place of each token in its sequence
+    grid: Tensor  # (K B, T) row of each cell
+    sequences: Tensor  # (K B, T) number of the sequence in a cell, -1 for none
     cells: Tensor  # (K n,) cell of each row; of padding any cell of its arm
     padding: Tensor  # (p,) padding rows
     read: Tensor  # (K m,) rows whose next token carries loss; padded with the last row, of which nothing is used
     targets: Tensor  # (K, m) these next tokens
     weights: Tensor  # (K, m) 1, or 0 for padding
-    longest: int  # T
 
     @property
     def num_tokens(self) -> Tensor:
@@ -45,62 +46,83 @@ class Rows:
 
     def to(self, device: torch.device) -> Rows:
         """The same on a device."""
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Rows(**{name: v.to(device) if isinstance(v, Tensor) else v for name, v in moved.items()})
+        return Rows(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
 
 
 def lay_out(arms: Sequence[Sequence[dict]]) -> Rows:
-    """``arms[k]`` are the tokenized examples (input_ids, labels) of arm k, all arms with the same number of them.
+    """``arms[k]`` are the tokenized examples (input_ids, labels) of arm k.
 
     The same list object for several arms is laid out once.
     """
-    lengths = [[len(row["input_ids"]) for row in rows] for rows in arms]
-    longest = max(map(max, lengths))
-    ragged = any(min(of_arm) < longest for of_arm in lengths)
-    n = _up(max(map(sum, lengths)) + ragged)
+    block = _up(max(len(row["input_ids"]) for rows in arms for row in rows))
     known: dict[int, _Laid] = {}
-    laid = [known.get(id(rows)) or known.setdefault(id(rows), _lay_out_one(rows, n, longest)) for rows in arms]
+    laid = [known.get(id(rows)) or known.setdefault(id(rows), _lay_out_one(rows, block)) for rows in arms]
+    num_cells = max(one.sequences.size for one in laid)
+    n = _up(max(len(one.ids) + (len(one.ids) < num_cells) for one in laid))
     m = _up(max(len(one.read) for one in laid))
-    num_cells = len(laid[0].grid)
     arrays = {
-        "ids": np.stack([one.ids for one in laid]),
-        "grid": np.concatenate([one.grid + k * n for k, one in enumerate(laid)]),
-        "cells": np.concatenate([one.cells + k * num_cells for k, one in enumerate(laid)]),
-        "padding": np.concatenate([np.arange(one.num_tokens, n) + k * n for k, one in enumerate(laid)]),
+        "ids": np.stack([_padded(one.ids, n, 0) for one in laid]),
+        "positions": np.stack([_padded(one.positions, n, 0) for one in laid]),
+        "grid": np.concatenate([one.grid(num_cells, n - 1) + k * n for k, one in enumerate(laid)]).reshape(-1, block),
+        "sequences": np.concatenate([_padded(one.sequences, num_cells, -1) for one in laid]).reshape(-1, block),
+        "cells": np.concatenate([_padded(one.cells, n, 0) + k * num_cells for k, one in enumerate(laid)]),
+        "padding": np.concatenate([np.arange(len(one.ids), n) + k * n for k, one in enumerate(laid)]),
         "read": np.concatenate([_padded(one.read, m, n - 1) + k * n for k, one in enumerate(laid)]),
         "targets": np.stack([_padded(one.targets, m, 0) for one in laid]),
         "weights": np.stack([_padded(np.ones(len(one.targets), np.float32), m, 0) for one in laid]),
     }
-    return Rows(**{name: torch.from_numpy(array) for name, array in arrays.items()}, longest=longest)
+    return Rows(**{name: torch.from_numpy(array) for name, array in arrays.items()})
 
 
 class _Laid(NamedTuple):
-    """One arm's share of ``Rows``, its own rows and cells counted from 0."""
+    """One arm's share of ``Rows``, its own rows and cells counted from 0, no padding rows."""
 
     ids: np.ndarray
-    grid: np.ndarray
+    positions: np.ndarray
     cells: np.ndarray
+    sequences: np.ndarray
     read: np.ndarray
     targets: np.ndarray
-    num_tokens: int
+
+    def grid(self, num_cells: int, empty: int) -> np.ndarray:
+        """(num_cells,) row of each cell, ``empty`` for those without a token."""
+        grid = np.full(num_cells, empty, np.int64)
+        grid[self.cells] = np.arange(len(self.cells))
+        return grid
 
 
-def _lay_out_one(rows: Sequence[dict], n: int, longest: int) -> _Laid:
-    ids = np.zeros(n, np.int64)
-    grid = np.full((len(rows), longest), n - 1, np.int64)
-    cells = np.zeros(n, np.int64)
+def _lay_out_one(rows: Sequence[dict], block: int) -> _Laid:
+    lengths = [len(row["input_ids"]) for row in rows]
+    firsts, num_blocks = _placed(lengths, block)
+    sequences = np.full(num_blocks * block, -1, np.int64)
     read, targets, at = [], [], 0
-    for s, row in enumerate(rows):
-        tokens, labels = np.asarray(row["input_ids"]), np.asarray(row["labels"])
-        length = len(tokens)
-        ids[at : at + length] = tokens
-        grid[s, :length] = np.arange(at, at + length)
-        cells[at : at + length] = s * longest + np.arange(length)
+    for s, (row, first) in enumerate(zip(rows, firsts, strict=True)):
+        labels = np.asarray(row["labels"])
+        sequences[first : first + lengths[s]] = s
         labelled = np.flatnonzero(labels[1:] != IGNORED)
         read.append(at + labelled)
         targets.append(labels[1:][labelled])
-        at += length
-    return _Laid(ids, grid.ravel(), cells, np.concatenate(read), np.concatenate(targets).astype(np.int64), at)
+        at += lengths[s]
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    return _Laid(
+        np.concatenate([row["input_ids"] for row in rows]).astype(np.int64), positions,
+        np.repeat(firsts, lengths) + positions, sequences, np.concatenate(read),
+        np.concatenate(targets).astype(np.int64),
+    )  # fmt: skip
+
+
+def _placed(lengths: Sequence[int], block: int) -> tuple[list[int], int]:
+    """The first cell of each sequence, and the number of blocks: the longest sequence first, each into the first
+    block with room (first-fit decreasing, Johnson 1973)."""
+    room: list[int] = []
+    firsts = [0] * len(lengths)
+    for s in sorted(range(len(lengths)), key=lambda s: -lengths[s]):
+        b = next((b for b, left in enumerate(room) if left >= lengths[s]), len(room))
+        if b == len(room):
+            room.append(block)
+        firsts[s] = (b + 1) * block - room[b]
+        room[b] -= lengths[s]
+    return firsts, len(room)
 
 
 def _padded(array: np.ndarray, length: int, fill: int) -> np.ndarray:

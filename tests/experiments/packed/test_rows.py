@@ -9,35 +9,39 @@ from single import Base, batches, examples, loss_of
 
 from experiments.losses import IGNORED
 from experiments.packed.decoder import Weights
-from experiments.packed.rows import MULTIPLE, Rows, lay_out
+from experiments.packed.rows import MULTIPLE, lay_out
 
 ARMS = [examples(seed, count=5, longest=longest) for seed, longest in ((0, 14), (1, 30), (2, 8))]
 
 
-def cells_of(rows: Rows, arm: int) -> tuple[np.ndarray, np.ndarray]:
-    """(S, T) rows that an arm's cells read, and the ids there."""
-    num_arms = len(rows.ids)
-    grid = rows.grid.view(num_arms, -1, rows.longest)[arm]
-    return grid.numpy(), rows.ids.view(-1)[grid].numpy()
-
-
 def test_every_token_has_one_row_and_one_cell() -> None:
     rows = lay_out(ARMS)
-    n, padding = rows.ids.shape[1], set(rows.padding.tolist())
-    assert rows.longest == max(len(row["input_ids"]) for arm in ARMS for row in arm)
+    n, padding, block = rows.ids.shape[1], set(rows.padding.tolist()), rows.grid.shape[1]
+    grid, sequences = (x.view(len(ARMS), -1, block) for x in (rows.grid, rows.sequences))
+    assert block >= max(len(row["input_ids"]) for arm in ARMS for row in arm) > block - MULTIPLE
     seen = set()
     for k, arm in enumerate(ARMS):
-        grid, ids = cells_of(rows, k)
         for s, row in enumerate(arm):
-            length = len(row["input_ids"])
-            assert ids[s, :length].tolist() == row["input_ids"]
-            seen |= set(grid[s, :length].tolist())
-            assert set(grid[s, length:].tolist()) <= padding, "a cell without a token reads padding"
-        assert all(k * n <= row < (k + 1) * n for row in grid.ravel()), "an arm's cells read its own rows"
+            (b,), at = np.unique((sequences[k] == s).nonzero()[:, 0]), (sequences[k] == s).nonzero()[:, 1]
+            length, held = len(row["input_ids"]), grid[k, b, at[0] : at[-1] + 1]
+            assert len(held) == len(at) == length, "a sequence lies in one piece"
+            assert rows.ids.view(-1)[held].tolist() == row["input_ids"]
+            assert rows.positions.view(-1)[held].tolist() == list(range(length))
+            seen |= set(held.tolist())
+        assert set(grid[k][sequences[k] < 0].tolist()) <= padding, "a cell without a token reads padding"
+        assert all(k * n <= row < (k + 1) * n for row in grid[k].flatten()), "an arm's cells read its own rows"
     assert len(seen) == sum(len(row["input_ids"]) for arm in ARMS for row in arm)
     assert seen.isdisjoint(padding) and len(seen) + len(padding) == rows.ids.numel()
     for row in seen:  # there and back
-        assert rows.grid[rows.cells[row]] == row
+        assert rows.grid.view(-1)[rows.cells[row]] == row
+
+
+def test_sequences_share_blocks_where_they_fit() -> None:
+    lengths = [16, 3, 9, 8, 7, 5]
+    rows = lay_out([[{"input_ids": [4] * length, "labels": [4] * length} for length in lengths]])
+    held = [sorted(len(run) for run in np.split(b, np.flatnonzero(np.diff(b)) + 1) if run[0] >= 0)
+            for b in rows.sequences.numpy()]  # fmt: skip
+    assert held == [[16], [7, 9], [3, 5, 8]]
 
 
 def test_what_is_read_is_what_carries_loss() -> None:
@@ -66,7 +70,7 @@ def test_sizes_are_whole_vectors_and_ragged_arms_have_padding_to_read() -> None:
 def test_arms_of_one_list_and_of_equal_lists_are_laid_out_alike() -> None:
     shared, copied = lay_out([ARMS[0], ARMS[0]]), lay_out([ARMS[0], list(ARMS[0])])
     for name, value in vars(shared).items():
-        assert value == vars(copied)[name] if name == "longest" else torch.equal(value, vars(copied)[name]), name
+        assert torch.equal(value, vars(copied)[name]), name
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
