@@ -76,7 +76,7 @@ def _section(groups: tuple[str, ...], name: str, words: tuple[str, ...]) -> Any:
     try:
         return OmegaConf.to_object(section)
     except MissingMandatoryValue:
-        missing = f"{name}.{min(OmegaConf.missing_keys(section))}"
+        missing = f"{name}.{min(OmegaConf.missing_keys(section)).removeprefix(f'{name}.')}"
         raise ConfigError(f"{missing}: no value given; set it, e.g. {missing}=1e-3") from None
 
 

@@ -28,11 +28,12 @@ from experiments.objective import RLConfig
 
 class Engine(enum.Enum):
     auto = "auto"  # packed where it can make the run and no GPU is in sight, else trl
-    trl = "trl"  # one run at a time, on TRL's trainers
-    packed = "packed"  # many arms at once (experiments/packed)
+    trl = "trl"  # one run at a time, on TRL's trainers and transformers' models
+    packed = "packed"  # many arms at once (experiments/packed); RL: TRL's loop on the decoder there
 
 
 class SamplerKind(enum.Enum):
+    auto = "auto"  # the engine's own: packed's decoder, or the training model itself
     transformers = "transformers"
     vllm = "vllm"
 
@@ -241,7 +242,7 @@ class LaunchConfig:
     checkpoint_every_s: float = 20.0
     workers: int = 0  # 0: as many as there are GPUs, or cores where there is none, for ``processes`` each
     wandb: bool = False
-    sampler: SamplerKind = SamplerKind.transformers
+    sampler: SamplerKind = SamplerKind.auto
     sync: Sync = Sync.auto  # how vLLM gets the trainer's weights
 
     def __post_init__(self) -> None:

@@ -14,14 +14,15 @@ PACKED_STATE = "arm.safetensors"
 
 def chosen(config: RunConfig, launch: LaunchConfig) -> Engine:
     """``trl`` or ``packed``. A begun run goes on with the engine that began it: they keep other checkpoints.
+    In reinforcement learning both are TRL's, and the engine is what computes the policy.
 
     Raises ConfigError if ``launch.engine`` asks for one that cannot make the run.
     """
     root = Path(launch.root)
     begun = [path for path in store.checkpoints(root / run_id(config)) if store.is_sound(path)]
-    if begun:
+    if begun and not config.is_rl:
         return Engine.packed if (begun[-1] / PACKED_STATE).exists() else Engine.trl
-    if launch.engine is Engine.trl or (launch.engine is Engine.auto and _slower_packed(config)):
+    if launch.engine is Engine.trl or (launch.engine is Engine.auto and _slower_packed()):
         return Engine.trl
     from experiments.kernels import only_single
     from experiments.packed.session import refusal
@@ -35,8 +36,8 @@ def chosen(config: RunConfig, launch: LaunchConfig) -> Engine:
     return Engine.trl
 
 
-def _slower_packed(config: RunConfig) -> bool:
+def _slower_packed() -> bool:
     """On a GPU a single run of any size worth having one keeps it busy, and TRL computes in bfloat16 there."""
     import torch
 
-    return config.is_rl or torch.cuda.is_available()
+    return torch.cuda.is_available()

@@ -60,12 +60,16 @@ class GraderProcess:
     def __init__(self, grader: Grader, limit_s: float, command: Sequence[str] | None = None, reward: str = "") -> None:
         named = (grader.name, reward) if reward else (grader.name,)
         self.command = list(command or (sys.executable, "-m", "experiments.grading", *named))
-        self.limit_s = limit_s
+        self.limit_s, self.repeats = limit_s, grader is not Grader.own
         self._process: subprocess.Popen[bytes] | None = None
 
     def grade(self, items: Iterable[tuple[Mapping[str, Any], str]]) -> list[Grade]:
-        """Grade (problem record, completion) pairs, in order. Raises NoGrader if none starts at all."""
-        return [self._grade_one(record, text) for record, text in items]
+        """Grade (problem record, completion) pairs, in order. Raises NoGrader if none starts at all.
+
+        Equal pairs are asked about once, except of a user's own grader, which may answer otherwise the next time.
+        """
+        known: dict[bytes, Grade] = {}
+        return [self._known_or_graded(_line(record, text), known) for record, text in items]
 
     def close(self) -> int | None:
         """End the process, whatever it is doing. Returns its exit code if there was one."""
@@ -80,11 +84,17 @@ class GraderProcess:
             code, self._process = self._process.returncode, None
         return code
 
-    def _grade_one(self, record: Mapping[str, Any], text: str) -> Grade:
+    def _known_or_graded(self, line: bytes, known: dict[bytes, Grade]) -> Grade:
+        grade = known.get(line) or self._grade_one(line)
+        if self.repeats and grade.reward is not None:  # a grader that failed may do better the next time
+            known[line] = grade
+        return grade
+
+    def _grade_one(self, line: bytes) -> Grade:
         process = self._process or self._start()
         assert process.stdin is not None
         try:
-            process.stdin.write(json.dumps({"problem": record, "text": text}).encode() + b"\n")
+            process.stdin.write(line)
             process.stdin.flush()
             reply = self._read_line(process, self.limit_s)
         except OSError:
@@ -124,6 +134,11 @@ class GraderProcess:
                 if not part or len(line) > MAX_REPLY_BYTES:
                     return b""
         return line.strip()
+
+
+def _line(record: Mapping[str, Any], text: str) -> bytes:
+    """A job, as the process reads it."""
+    return json.dumps({"problem": record, "text": text}).encode() + b"\n"
 
 
 def _failure(said: bytes) -> str:

@@ -34,7 +34,7 @@ def check(config: RunConfig, launch: LaunchConfig) -> None:
     if launch.attention is Attention.flash:
         in_16_bit = config.model.weight_dtype is Dtype.bfloat16
         cast = config.optim.autocast is Dtype.bfloat16 and not (
-            config.is_rl and launch.sampler is SamplerKind.transformers  # which samples without autocast
+            config.is_rl and launch.sampler is not SamplerKind.vllm  # transformers samples without autocast
         )
         _refuse_unless(in_16_bit or cast, "launch.attention", "flash", "it computes in 16 bit, this run does not")
         _installed("flash_attn", "launch.attention", "flash", "pip install flash-attn --no-build-isolation")
@@ -49,7 +49,7 @@ def check(config: RunConfig, launch: LaunchConfig) -> None:
     if config.model.quantization is not Quantization.none:
         _refuse_unless(launch.processes == 1, "model.quantization", config.model.quantization.name,
                        "a base in 4 bits is not sharded over launch.processes")  # fmt: skip
-        _refuse_unless(not config.is_rl or launch.sampler is SamplerKind.transformers, "model.quantization",
+        _refuse_unless(not config.is_rl or launch.sampler is not SamplerKind.vllm, "model.quantization",
                        config.model.quantization.name, "vLLM would sample from other weights than the trainer's; take "
                        "launch.sampler=transformers")  # fmt: skip
         _installed("bitsandbytes", "model.quantization", config.model.quantization.name, "make gpu")

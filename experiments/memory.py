@@ -23,7 +23,7 @@ def of_run(config: RunConfig, launch: LaunchConfig, cache: Path) -> cost.Memory:
     """Memory of one run, all its devices together; activations of micro-batches of the longest sequences.
 
     Weights, gradients and moments are shared out over devices, copies of weights and activations are not. Gradient
-    checkpointing is as ``launch`` says, ``auto`` counts as off. In RL with a separate sampler that adds its
+    checkpointing is as ``launch`` says, ``auto`` counts as off. In RL with vLLM that adds its
     copy of the weights in 16 bit, and the keys and values of a whole batch; sampling with the trainer itself needs
     only the latter. Raises ConfigError for a model without shapes.
     """
@@ -40,7 +40,7 @@ def of_shapes(shapes: PreTrainedModel, config: RunConfig, launch: LaunchConfig) 
     num_tokens = batch_split(config, launch)[0] * launch.processes * group * longest
     mixed = config.optim.autocast is Dtype.bfloat16 and config.model.weight_dtype is Dtype.float32
     value_bytes = 2.0 if Dtype.bfloat16 in (config.optim.autocast, config.model.weight_dtype) else 4.0
-    separate = config.is_rl and launch.sampler is not SamplerKind.transformers
+    separate = config.is_rl and launch.sampler is SamplerKind.vllm
     total = sum(p.numel() for p in shapes.parameters())
     state = cost.state_memory(total, trained, weight_bytes(shapes, config), adapter, 2.0 if separate else 0.0)
     again = launch.gradient_checkpointing is Checkpointing.always

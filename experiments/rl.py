@@ -23,14 +23,16 @@ from torch import Tensor, nn
 from transformers import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from experiments import adapters, kernels, models
+from experiments import adapters, engines, kernels, models
 from experiments.claim import RunWriter
-from experiments.config import Dtype, LaunchConfig, RunConfig, SamplerKind
+from experiments.config import Dtype, Engine, LaunchConfig, RunConfig, SamplerKind
 from experiments.data import dataset, problems
 from experiments.episodes import TRAIN, Tester, answer_of, environments, sampling_seed
 from experiments.grading import OUTCOMES, Grade, GraderProcess
 from experiments.losses import policy_gradient_loss, token_logps
 from experiments.objective import Grader
+from experiments.packed import policy
+from experiments.packed.decoder import Decoder
 from experiments.recorder import Interrupted, Progress, Recorder, finite_or_none
 from experiments.rewards import frac_mixed, group_bits, mean_graded, ratio_summary
 from experiments.rollouts import Completion, FollowTest, Sampler, Sampling, TransformersSampler
@@ -45,9 +47,10 @@ class Trainer(GRPOTrainer):
     """GRPOTrainer with the post's loss, our sampler, and prompts taken in the order of the data set."""
 
     def __init__(
-        self, model: nn.Module, config: RunConfig, sampler: Sampler, how: Sampling, grade: Callable, **kwargs: Any
-    ) -> None:
-        self.config, self.sampler, self.how, self.grade = config, sampler, how, grade
+        self, model: nn.Module, config: RunConfig, decoder: Decoder | None, sampler: Sampler, how: Sampling,
+        grade: Callable, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        self.config, self.decoder, self.sampler, self.how, self.grade = config, decoder, sampler, how, grade
         self.num_completions = config.optim.batch_size * config.rl.group_size
         self.drawn: list[Completion] = []
         self.grades: list[Grade] = []
@@ -83,6 +86,19 @@ class Trainer(GRPOTrainer):
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         """The post's objective over this micro-batch, divided by the number of completions of the whole batch."""
+        if self.decoder is None:
+            logps_BT = self._padded_logps(model, inputs)
+        else:
+            logps_BT = policy.completion_logps(self.decoder, self.model, inputs, self.config.rl.temperature)
+        mask_BT = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        sampler_BT = inputs["sampling_per_token_logps"]
+        loss = policy_gradient_loss(logps_BT, sampler_BT, inputs["advantages"], mask_BT, self.config.rl.clip_ratio)
+        self.log_ratios.append((logps_BT.detach() - sampler_BT)[mask_BT.bool()].float().cpu())
+        self.batch_loss += loss.item()
+        return loss / self.num_completions
+
+    def _padded_logps(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        """(B, T) log-probabilities, in nats, of the completions' tokens, by transformers' model."""
         ids_BT = inputs["completion_ids"]
         attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         with self.experts.batch(attention):
@@ -93,13 +109,7 @@ class Trainer(GRPOTrainer):
                 logits_to_keep=ids_BT.shape[1] + 1,
                 use_cache=False,
             ).logits[:, :-1]
-        logps_BT = token_logps(logits_BTV / self.config.rl.temperature, ids_BT)
-        mask_BT = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        sampler_BT = inputs["sampling_per_token_logps"]
-        loss = policy_gradient_loss(logps_BT, sampler_BT, inputs["advantages"], mask_BT, self.config.rl.clip_ratio)
-        self.log_ratios.append((logps_BT.detach() - sampler_BT)[mask_BT.bool()].float().cpu())
-        self.batch_loss += loss.item()
-        return loss / self.num_completions
+        return token_logps(logits_BTV / self.config.rl.temperature, ids_BT)
 
     def take_row(self) -> tuple[dict[str, Any], bool]:
         """The step's training metrics, and whether its loss was finite."""
@@ -139,9 +149,14 @@ class Trainer(GRPOTrainer):
         return 0
 
 
-def make_sampler(config: RunConfig, launch: LaunchConfig) -> Sampler:
-    """The sampler that the launch asks for. Raises ConfigError where its engine is not installed."""
-    if launch.sampler is SamplerKind.transformers:
+def make_sampler(config: RunConfig, launch: LaunchConfig, decoder: Decoder | None = None) -> Sampler:
+    """The sampler that the launch asks for; ``decoder``: the packed engine's, where that computes the policy.
+
+    Raises ConfigError where its engine is not installed.
+    """
+    if launch.sampler is SamplerKind.auto and decoder is not None:
+        return policy.PackedSampler(decoder)
+    if launch.sampler is not SamplerKind.vllm:
         return TransformersSampler()
     from experiments.vllm_rollouts import VllmSampler  # an extra: imported only where asked for
 
@@ -158,6 +173,7 @@ def train(config: RunConfig, launch: LaunchConfig, writer: RunWriter, progress: 
     tokenizer = models.load_tokenizer(config.model, cache)
     data = problems.load(config.data, config.rl.grader is not Grader.own)
     base = kernels.arrange(models.load_model(config.model, cache), launch)
+    decoder = Decoder(base) if engines.chosen(config, launch) is Engine.packed else None
     model = adapters.attach(base, config.method, config.seed)
     initial = adapters.init_hash(model)
     drawn = config.optim.batch_size * -(-config.optim.steps // config.rl.updates_per_batch)
@@ -165,7 +181,7 @@ def train(config: RunConfig, launch: LaunchConfig, writer: RunWriter, progress: 
     how = Sampling(config.rl.max_new_tokens, (int(tokenizer.eos_token_id),), int(tokenizer.pad_token_id),
                    config.rl.temperature, config.rl.top_p, config.rl.top_k)  # fmt: skip
     sampler, grader = (
-        make_sampler(config, launch),
+        make_sampler(config, launch, decoder),
         GraderProcess(config.rl.grader, config.rl.grade_limit_s, reward=config.rl.reward),
     )
     tester = Tester(config, tokenizer, data.test, sampler, how, grader, writer)
@@ -177,7 +193,7 @@ def train(config: RunConfig, launch: LaunchConfig, writer: RunWriter, progress: 
                         save_every=config.rl.updates_per_batch)  # fmt: skip
     try:
         trainer = Trainer(
-            model, config, sampler, how, grade,
+            model, config, decoder, sampler, how, grade,
             args=trainer_arguments(config, launch, writer.scratch),
             train_dataset=Dataset.from_list([_row(i, data.train[i].prompt) for i in map(int, order)]),
             processing_class=tokenizer,

@@ -44,7 +44,7 @@ class Sampler(Protocol):
 
     name: str
     version: int
-    separate: bool  # whether it holds weights of its own, which a sync has to bring up to date
+    separate: bool  # whether it is an engine elsewhere, of which must be shown that it follows the trainer
 
     def sync(self, model: nn.Module, version: int) -> None:
         """Sample with ``model``'s present weights from now on, under this version."""
@@ -100,7 +100,7 @@ class TransformersSampler:
         generator = torch.Generator(device).manual_seed(seed)
         was_training = model.training
         model.eval()
-        distinct, repeats = _runs(prompts)
+        distinct, repeats = runs(prompts)
         ids_PT, mask_PT = pad_left(distinct, how.pad_id, device)
         position_PT = (mask_PT.cumsum(1) - 1).clamp(min=0)
         out = model(
@@ -218,7 +218,7 @@ def pad_left(prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device
     return ids_PT.to(device), mask_PT.to(device)
 
 
-def _runs(prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[int]]:
+def runs(prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[int]]:
     """Prompts without their immediate repetitions, and how often each stood there."""
     grouped = [(list(prompt), len(list(same))) for prompt, same in groupby(prompts, key=tuple)]
     return [prompt for prompt, _ in grouped], [count for _, count in grouped]

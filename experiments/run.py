@@ -89,7 +89,7 @@ def execute(config: RunConfig, launch: LaunchConfig, progress: Any = None) -> di
         notes = load_data(config, models.load_tokenizer(config.model, root / "cache"))
         if launch.processes == 1:  # else the processes load them, and here they would only take memory
             models.check_weights(config.model, root / "cache")
-        if engines.chosen(config, launch) is Engine.packed:
+        if engines.chosen(config, launch) is Engine.packed and not config.is_rl:
             return _execute_packed(config, launch, progress or recorder.Progress())
         launch = memory.resolved(config, launch, root / "cache", memory.device_bytes())
     with claim.claim(root, run_id(config), encode(config)) as writer:
@@ -98,7 +98,7 @@ def execute(config: RunConfig, launch: LaunchConfig, progress: Any = None) -> di
         try:
             with tracking.tracker(config, launch, writer) as tracker:
                 writer.mirrors.append(tracker)
-                writer.write_provenance(provenance.of_run(config, _engine(launch)))
+                writer.write_provenance(provenance.of_run(config, _engine(config, launch)))
                 summary = _flow(config, launch)(config, launch, writer, progress or recorder.Progress())
                 notes = (*notes, *summary.pop("warnings", ()))
                 return writer.finish({**summary, "run_id": run_id(config), "time_unix_s": time.time(),
@@ -107,10 +107,13 @@ def execute(config: RunConfig, launch: LaunchConfig, progress: Any = None) -> di
             raise failures.recorded(error, writer) from error.__cause__
 
 
-def _engine(launch: LaunchConfig) -> dict[str, Any]:
-    """What trains a run, for its provenance."""
+def _engine(config: RunConfig, launch: LaunchConfig) -> dict[str, Any]:
+    """What trains a run here, for its provenance."""
+    from experiments import engines
+
     names = ("processes", "attention", "gradient_checkpointing", "liger")
-    return {"name": "trl", **{name: value for name, value in encode(launch).items() if name in names}}
+    said = {name: value for name, value in encode(launch).items() if name in names}
+    return {"name": engines.chosen(config, launch).name, **said}
 
 
 def _execute_packed(config: RunConfig, launch: LaunchConfig, progress: Any) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def serve(job: Mapping[str, Any], emit: Emit, should_stop: Callable[[], bool]) -
     together: dict[tuple, list[RunConfig]] = {}
     for config in map(decode, job["configs"]):
         try:
-            packed = len(job["configs"]) > 1 and chosen(config, launch) is Engine.packed
+            packed = len(job["configs"]) > 1 and not config.is_rl and chosen(config, launch) is Engine.packed
         except Exception as error:
             _emit_failure(run_id(config), error, log_path(Path(launch.root), run_id(config)), emit)
             continue

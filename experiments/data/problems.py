@@ -39,8 +39,8 @@ class Problem:
     entry: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def record(self) -> dict[str, Any]:
-        """As plain data, for the process that grades."""
-        return asdict(self)
+        """As plain data, for the process that grades. The entry is the problem's own, not a copy."""
+        return dict(vars(self))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ after the last attention, where nothing reads them any more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,9 @@ from experiments.packed.ops import Factors, attend, linear, places, rms_norm, sw
 from experiments.packed.rows import Rows
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""Of a layer's number, queries (K, n, H d), keys and values (K, n, H_kv d): what is attended to, (K, n, H d)."""
 
 
 @dataclass(frozen=True)
@@ -101,16 +104,23 @@ class Decoder:
 
     def logits(self, weights: Weights, rows: Rows) -> Tensor:
         """(K, m, V) logits at the rows that are read."""
-        x = weights.embed(rows.ids, self.padding_idx)
-        positions = torch.arange(rows.grid.shape[1], device=x.device)[None]
-        cos, sin = (table[0] for table in self.rotary(x, positions))  # as the base model's own
-        at = places(rows, cos, sin)
+        at = places(rows, *self.turns(rows.grid.shape[1]))
+        return self.forward(weights, rows.ids, lambda _layer, q, k, v: attend(q, k, v, at), rows.read)
+
+    def turns(self, num_positions: int) -> tuple[Tensor, Tensor]:
+        """(T, d) cosines and sines of the first positions, as the base model's own."""
+        like = self.base[EMBEDDING]
+        cos, sin = self.rotary(like, torch.arange(num_positions, device=like.device)[None])
+        return cos[0], sin[0]
+
+    def forward(self, weights: Weights, ids: Tensor, attention: Attention, read: Tensor | None = None) -> Tensor:
+        """(K, m, V) logits of tokens ``ids`` (K, n) at rows ``read`` (K m,), counted through all arms; None: all."""
+        x = weights.embed(ids, self.padding_idx)
         for j in range(self.num_layers):
             layer = f"model.layers.{j}"
-            q, k, v = self._queries_keys_values(weights, layer, x)
-            found = attend(q, k, v, at)
-            if j == self.num_layers - 1:  # nothing reads the other rows any more
-                x, found = (y.flatten(0, 1).index_select(0, rows.read).unflatten(0, (len(y), -1)) for y in (x, found))
+            found = attention(j, *self._queries_keys_values(weights, layer, x))
+            if read is not None and j == self.num_layers - 1:  # nothing reads the other rows any more
+                x, found = (y.flatten(0, 1).index_select(0, read).unflatten(0, (len(y), -1)) for y in (x, found))
             x = weights.linear(f"{layer}.self_attn.o_proj", found, residual=x)
             normed = rms_norm(x, weights.vector(f"{layer}.post_attention_layernorm"), self.eps)
             gate, up = (weights.linear(f"{layer}.mlp.{name}_proj", normed) for name in ("gate", "up"))

@@ -65,7 +65,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return _SwiGLU.apply(gate, up)  # type: ignore[no-any-return]
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """``x`` (..., d) turned by its position, halves apart as in Llama (Su et al. 2021, section 3.4.2).
 
     cos (..., d), sin (..., d / 2). Turning by (cos, -sin) turns back.
@@ -81,12 +81,12 @@ class _Turned(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(x.unflatten(-1, (-1, cos.shape[-1])), cos, sin).flatten(-2)
+        return turn(x.unflatten(-1, (-1, cos.shape[-1])), cos, sin).flatten(-2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(grads[0].unflatten(-1, (-1, cos.shape[-1])), cos, -sin).flatten(-2), None, None
+        return turn(grads[0].unflatten(-1, (-1, cos.shape[-1])), cos, -sin).flatten(-2), None, None
 
 
 class Places(NamedTuple):
@@ -104,7 +104,10 @@ def places(rows: Rows, cos: Tensor, sin: Tensor) -> Places:
     """cos, sin: (T, d) of each position."""
     at = rows.positions.flatten()
     cos, sin = (x.index_select(0, at).view(*rows.ids.shape, 1, -1) for x in (cos, sin[:, : sin.shape[-1] // 2]))
-    same = rows.sequences[:, None, :, None] == rows.sequences[:, None, None, :]
+    theirs = rows.sequences[:, None, None, :]
+    same = rows.sequences[:, None, :, None] == theirs
+    if rows.parents is not None:
+        same |= rows.parents[:, None, :, None] == theirs
     mask = torch.zeros(same.shape, dtype=cos.dtype, device=cos.device).masked_fill_(~same.tril_(), float("-inf"))
     return Places(cos, sin, mask, rows.grid, rows.cells, rows.padding)
 

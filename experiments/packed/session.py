@@ -20,8 +20,6 @@ EVAL_ROWS = 1024
 
 def refusal(config: RunConfig, cache: Path) -> str | None:
     """Why this engine cannot make the run, or None if it can."""
-    if config.is_rl:
-        return "it trains from labels, not from rewards"
     if config.method.kind is MethodKind.tiny:
         return "it has no TinyLoRA"
     if Dtype.bfloat16 in (config.optim.autocast, config.model.weight_dtype):

@@ -156,7 +156,7 @@ def test_bad_override_is_one_clear_line(overrides: list[str], said: str) -> None
 
 
 def test_missing_learning_rate_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"optim\.lr"):
+    with pytest.raises(ConfigError, match=r"^optim\.lr: no value given; set it, e\.g\. optim\.lr=1e-3$"):
         parse([])
 
 

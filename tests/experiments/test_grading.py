@@ -199,6 +199,28 @@ def test_long_and_strange_texts_arrive_whole(bare: Callable[[str], GraderProcess
     assert process.grade([({"answer": "a"}, "b")]) == [WRONG]
 
 
+@pytest.mark.parametrize(("grader", "asked"), [(Grader.task, 2), (Grader.own, 4)])
+def test_equal_answers_are_graded_once_unless_the_grader_may_change_its_mind(
+    tmp_path: Path, grader: Grader, asked: int
+) -> None:
+    """The reward is how often was asked before. A later batch asks again."""
+    script = tmp_path / "counts.py"
+    answer = "import itertools; n = globals().setdefault('n', itertools.count()); "
+    answer += 'print(\'{"outcome": "graded", "reward": %d}\' % next(n), flush=True)'
+    script.write_text(BARE.format(answer))
+    process = GraderProcess(grader, LIMIT_S, [sys.executable, str(script)])
+    try:
+        found = process.grade([({"answer": a}, text) for a, text in ("12", "13", "12", "12")])
+        assert [g.reward for g in found] == ([0, 1, 0, 0] if asked == 2 else [0, 1, 2, 3])
+        assert process.grade([({"answer": "1"}, "2")]) == [Grade("graded", asked)]
+    finally:
+        process.close()
+
+
+def test_grader_that_failed_is_asked_again(evil: GraderProcess, starts: Callable[[], list[int]]) -> None:
+    assert grade(evil, "die", "die") == [CRASH, CRASH] and len(starts()) == 2
+
+
 def test_flood_of_replies_is_a_crash_and_takes_no_memory(bare: Callable[[str], GraderProcess]) -> None:
     process = bare("sys.stdout.write('x' * 10**7); sys.stdout.flush(); time.sleep(60)")
     tracemalloc.start()

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from experiments import rl, store
+from experiments import rl, store, worker
 from experiments.compose import parse
-from experiments.config import run_id
+from experiments.config import encode, run_id
+from experiments.packed import policy
 from experiments.recorder import Interrupted, Progress
 from experiments.run import execute
 
@@ -35,6 +36,11 @@ def rows_of(overrides: list[str], progress: Progress | None = None) -> list[dict
     config, launch = parse(overrides)
     execute(config, launch, progress)
     return store.read_metrics(Path(launch.root) / run_id(config))[0]
+
+
+def summary_of(overrides: list[str]) -> dict[str, Any]:
+    config, launch = parse(overrides)
+    return store.read_json(Path(launch.root) / run_id(config) / "summary.json")
 
 
 def rewards(rows: list[dict[str, Any]]) -> list[float]:
@@ -86,16 +92,18 @@ def test_micro_batches_change_no_reward(base: list[str], tmp_path: Path) -> None
     assert [row.get("train/num_tokens") for row in split] == [row.get("train/num_tokens") for row in whole]
 
 
-def test_gradient_of_a_step_is_the_policy_gradient(base: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", [FULL, RANK_1])
+@pytest.mark.parametrize("engine", ["trl", "packed"])
+def test_gradient_of_a_step_is_the_policy_gradient(
+    base: list[str], monkeypatch: pytest.MonkeyPatch, engine: str, method: list[str]
+) -> None:
     """Against sum over completions of advantage x grad log p, each sequence forward alone and without padding."""
     found: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
     real = rl.Trainer._compute_loss
 
     def spy(self: rl.Trainer, model: torch.nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         loss = real(self, model, inputs)
-        names = [name for name, _ in model.named_parameters()]
-        grads = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-        found.append((dict(zip(names, grads, strict=True)), by_hand(model, inputs)))
+        found.append((gradients(model, loss), by_hand(model, inputs)))
         return loss
 
     def by_hand(model: torch.nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -106,11 +114,14 @@ def test_gradient_of_a_step_is_the_policy_gradient(base: list[str], monkeypatch:
             logits = model(input_ids=torch.cat([prompt, completion])[None], use_cache=False).logits[0]
             logps = torch.log_softmax(logits, dim=-1)[len(prompt) - 1 : -1]
             total = total - advantage * logps[torch.arange(len(completion)), completion].sum()
-        grads = torch.autograd.grad(total / len(inputs["advantages"]), list(model.parameters()))
-        return dict(zip((name for name, _ in model.named_parameters()), grads, strict=True))
+        return gradients(model, total / len(inputs["advantages"]))
+
+    def gradients(model: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        return dict(zip(trained, torch.autograd.grad(loss, list(trained.values()), retain_graph=True), strict=True))
 
     monkeypatch.setattr(rl.Trainer, "_compute_loss", spy)
-    rows_of([*base, *FULL, "optim.steps=2"])
+    rows_of([*base, *method, "optim.steps=2", f"launch.engine={engine}"])
     assert len(found) == 2
     for measured, expected in found:
         assert max(float(g.abs().max()) for g in expected.values()) > 1e-3
@@ -118,9 +129,20 @@ def test_gradient_of_a_step_is_the_policy_gradient(base: list[str], monkeypatch:
             torch.testing.assert_close(measured[name], expected[name], rtol=1e-3, atol=1e-6)
 
 
-def test_sampler_follows_the_trainer(base: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "sampler"),
+    [
+        (["launch.engine=trl"], "transformers"),
+        (["launch.engine=packed"], "packed"),
+        (["launch.engine=packed", "launch.sampler=transformers"], "transformers"),
+    ],
+)
+def test_sampler_follows_the_trainer(base: list[str], words: list[str], sampler: str) -> None:
     """The sampler's log-probabilities are the trainer's before the update, at every step."""
-    for row in rows_of([*base, *RANK_1])[1:]:
+    overrides = [*base, *RANK_1, *words]
+    rows = rows_of(overrides)[1:]
+    assert summary_of(overrides)["sampler"] == sampler
+    for row in rows:
         assert row["sampler/kl_nats"] < 1e-8
         assert abs(row["sampler/ratio_max"] - 1) < 1e-3 and abs(row["sampler/ratio_p01"] - 1) < 1e-3
 
@@ -169,3 +191,48 @@ def test_collapsed_run_is_a_result(base: list[str]) -> None:
     summary = execute(config, launch)
     assert summary["outcome"] == "diverged" and summary["step"] == 3
     assert summary["metrics"]["test/reward"] < 0.5 * summary["metrics"]["test/reward_base"]
+
+
+@pytest.mark.parametrize("method", [FULL, RANK_1])
+def test_engines_make_the_same_run(
+    base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: list[str]
+) -> None:
+    """The same tokens drawn and the same rewards, numbers up to rounding; each says what made it."""
+    calls: list[int] = []
+    real = policy.completion_logps
+    monkeypatch.setattr(policy, "completion_logps", lambda *a: (calls.append(1), real(*a))[1])
+    single, packed = (
+        rows_of([*base, *method, f"launch.engine={engine}", f"launch.root={tmp_path / engine}"])
+        for engine in ("trl", "packed")
+    )
+    assert len(calls) == 6  # the steps of one of the two
+    assert [row.keys() for row in packed] == [row.keys() for row in single]
+    for found, wanted in zip(packed, single, strict=True):
+        for key in ("train/num_tokens", "train/reward", "test/reward", "test/accuracy_greedy", "test/length"):
+            assert found.get(key) == wanted.get(key), key
+        assert found.get("train/entropy_nats", 0.0) == pytest.approx(wanted.get("train/entropy_nats", 0.0), abs=1e-4)
+    name = run_id(parse([*base, *method])[0])
+    for engine in ("trl", "packed"):
+        assert store.read_json(tmp_path / engine / name / "provenance.json")["engine"]["name"] == engine
+
+
+def test_engine_may_change_between_the_parts_of_a_run(base: list[str]) -> None:
+    """Checkpoints are TRL's with either."""
+    with pytest.raises(Interrupted, match="step 3"):
+        rows_of([*base, *RANK_1, "launch.engine=packed"], stop_at(3))
+    steps: list[int] = []
+    rows_of([*base, *RANK_1, "launch.engine=trl"], Progress(on_step=lambda step, _n, _v: steps.append(step)))
+    assert steps == [4, 5, 6]
+
+
+def test_worker_makes_runs_that_came_together_one_after_the_other(base: list[str], tmp_path: Path) -> None:
+    """Each as if it had come alone."""
+    pairs = [parse([*base, *method, "optim.steps=2"]) for method in (RANK_1, [*RANK_1, "optim.lr=2e-3"])]
+    job = {"launch": encode(pairs[0][1]), "configs": [encode(config) for config, _ in pairs]}
+    events: list[dict[str, Any]] = []
+    worker.serve(job, lambda **event: events.append(event), lambda: False)
+    names = [run_id(config) for config, _ in pairs]
+    expected = [(kind, name) for name in names for kind in ("started", "step", "step", "finished")]
+    assert [(event["kind"], event["run"]) for event in events] == expected
+    alone = rows_of([*base, *RANK_1, "optim.steps=2", f"launch.root={tmp_path / 'b'}"])
+    assert store.read_metrics(tmp_path / "a" / names[0])[0] == alone

@@ -6,6 +6,7 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from experiments import models
 from experiments.compose import parse
 from experiments.data import dataset
-from experiments.rollouts import Completion, FollowTest, Sampling, TransformersSampler, draw, pad_left
+from experiments.packed.decoder import Decoder
+from experiments.packed.policy import PackedSampler
+from experiments.rollouts import Completion, FollowTest, Sampler, Sampling, TransformersSampler, draw, pad_left
 
 END, PAD = 1, 0
 HOW = Sampling(8, (END,), PAD)
@@ -46,9 +49,9 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
     return found
 
 
-@pytest.fixture
-def sampler(model: nn.Module) -> TransformersSampler:
-    made = TransformersSampler()
+@pytest.fixture(params=["transformers", "packed"])
+def sampler(model: Any, request: pytest.FixtureRequest) -> Sampler:
+    made: Sampler = TransformersSampler() if request.param == "transformers" else PackedSampler(Decoder(model))
     made.sync(model, 0)
     return made
 
@@ -70,7 +73,7 @@ def greedy_alone(model: nn.Module, prompt: list[int], max_new_tokens: int) -> li
 
 
 def test_recorded_log_probabilities_are_the_models(
-    model: nn.Module, prompts: list[list[int]], sampler: TransformersSampler
+    model: nn.Module, prompts: list[list[int]], sampler: Sampler
 ) -> None:
     """Groups of four, prompts of several lengths, completions that end at several steps: against each one alone."""
     asked = [prompt for prompt in prompts for _ in range(4)]
@@ -97,7 +100,7 @@ def test_padding_moves_no_position() -> None:
 
 
 def test_likeliest_completions_do_not_depend_on_the_batch(
-    model: nn.Module, prompts: list[list[int]], sampler: TransformersSampler
+    model: nn.Module, prompts: list[list[int]], sampler: Sampler
 ) -> None:
     """Repeated, returning and among prompts of other lengths: always what a loop without a cache gives."""
     expected = [greedy_alone(model, prompt, 12) for prompt in prompts]
@@ -108,7 +111,7 @@ def test_likeliest_completions_do_not_depend_on_the_batch(
         assert sampler.sample([prompt], GREEDY, seed=0)[0].ids == expected[i]
 
 
-def test_completions_are_a_function_of_the_seed(prompts: list[list[int]], sampler: TransformersSampler) -> None:
+def test_completions_are_a_function_of_the_seed(prompts: list[list[int]], sampler: Sampler) -> None:
     asked = [prompts[0]] * 8
     first = sampler.sample(asked, HOW, seed=3)
     torch.manual_seed(99)  # nobody else's random numbers matter
@@ -119,7 +122,7 @@ def test_completions_are_a_function_of_the_seed(prompts: list[list[int]], sample
 
 @pytest.mark.parametrize("max_new_tokens", [1, 3, 5])
 def test_end_token_ends_and_what_lacks_it_is_truncated(
-    prompts: list[list[int]], sampler: TransformersSampler, max_new_tokens: int
+    prompts: list[list[int]], sampler: Sampler, max_new_tokens: int
 ) -> None:
     how = Sampling(max_new_tokens, (END,), PAD)
     drawn = sampler.sample([p for p in prompts for _ in range(8)], how, seed=1)
@@ -131,16 +134,14 @@ def test_end_token_ends_and_what_lacks_it_is_truncated(
     assert {c.truncated for c in drawn} == ({True} if max_new_tokens == 1 else {True, False})
 
 
-def test_any_of_several_end_tokens_ends(
-    model: nn.Module, prompts: list[list[int]], sampler: TransformersSampler
-) -> None:
+def test_any_of_several_end_tokens_ends(model: nn.Module, prompts: list[list[int]], sampler: Sampler) -> None:
     third = greedy_alone(model, prompts[3], 12)[2]
     (found,) = sampler.sample([prompts[3]], Sampling(12, (END, third), PAD, temperature=0.0), seed=0)
     assert found.ids == greedy_alone(model, prompts[3], 3) and not found.truncated
 
 
 def test_first_tokens_are_as_frequent_as_the_model_says(
-    model: nn.Module, prompts: list[list[int]], sampler: TransformersSampler
+    model: nn.Module, prompts: list[list[int]], sampler: Sampler
 ) -> None:
     """2,000 draws for one prompt, between others of another length: each token's count within 5 sigma."""
     number, how = 2000, Sampling(1, (END,), PAD)
@@ -155,8 +156,9 @@ def test_first_tokens_are_as_frequent_as_the_model_says(
         assert abs(count - number * p) < 5 * math.sqrt(number * p * (1 - p))
 
 
-def test_sampler_leaves_the_model_as_it_was(prompts: list[list[int]], model: nn.Module) -> None:
-    sampler = TransformersSampler()
+@pytest.mark.parametrize("kind", ["transformers", "packed"])
+def test_sampler_leaves_the_model_as_it_was(prompts: list[list[int]], model: Any, kind: str) -> None:
+    sampler: Sampler = TransformersSampler() if kind == "transformers" else PackedSampler(Decoder(model))
     with pytest.raises(RuntimeError, match="never synchronised"):
         sampler.sample(prompts, HOW, seed=0)
     with pytest.raises(RuntimeError, match="never synchronised"):
@@ -340,7 +342,7 @@ def test_probes_are_taken_only_where_trainer_and_sampler_are_of_one_version(
 
 
 def test_sampler_that_is_the_trainer_needs_no_test(
-    model: nn.Module, prompts: list[list[int]], sampler: TransformersSampler
+    model: nn.Module, prompts: list[list[int]], sampler: Sampler
 ) -> None:
     test = FollowTest(sampler)
     test.check(model)
